@@ -1,0 +1,1 @@
+"""Who am I: device, partition, parallel groups, control store."""

@@ -1,0 +1,1 @@
+"""Typed configuration: `schema` (the tree), `layout` (parallel degrees), `load` (YAML, overrides), `check`."""

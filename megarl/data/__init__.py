@@ -1,0 +1,1 @@
+"""Prompts, samples, packing: from files to packed micro-batches."""

@@ -1,0 +1,79 @@
+"""Bugs of Megatron-core 0.16.1 that bite on any device, each with its remedy. Applied once, before models are built.
+
+Every fix says what fails without it. A fix is dropped when the pinned version no longer needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_applied = False
+
+
+def apply() -> None:
+    """Patch the installed Megatron-core; idempotent. `cluster.device.prepare` must have run before."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+    _router_gemm_name()
+    _mla_without_te()
+    _torch_adam_checkpoints()
+
+
+def _router_gemm_name() -> None:
+    """moe_utils.router_gating_linear: NameError 'te_general_gemm' where Transformer Engine is not installed."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _mla_without_te() -> None:
+    """multi_latent_attention takes HAVE_TE from an import that succeeds without TE: TypeError on TELinear None."""
+    import megatron.core.extensions.transformer_engine as te
+    import megatron.core.transformer.multi_latent_attention as mla
+
+    if not te.HAVE_TE:
+        mla.HAVE_TE = False
+
+
+def _torch_adam_checkpoints() -> None:
+    """The distributed optimizer over torch's AdamW (no TE, no apex) against checkpoints.
+
+    Without: state_dict() asserts before the first step (distrib_optimizer.py:642); a fully_reshardable load raises
+    KeyError 'step' (:940); and, silently, all parameters share one loaded `step` tensor (:812), which the next step
+    then increments once per parameter.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    state_dict = DistributedOptimizer.state_dict
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    def with_initial_state(self: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if not self.optimizer.state[param]:
+                    self.optimizer.state[param].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(param),
+                                                       exp_avg_sq=torch.zeros_like(param))
+        return state_dict(self)
+
+    def keeping_step(self: Any, model_param: Any, tensors: dict) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = {"step": state["step"]} if "step" in state else {}
+        with torch.no_grad():
+            return set_states(self, model_param, {**step, **tensors})
+
+    def with_own_steps(self: Any, state: Any) -> None:
+        load_state_dict(self, state)
+        for entry in self.optimizer.state.values():
+            if "step" in entry:
+                entry["step"] = entry["step"].clone()
+
+    DistributedOptimizer.state_dict = with_initial_state
+    DistributedOptimizer._set_main_param_and_optimizer_states = keeping_step
+    DistributedOptimizer.load_state_dict = with_own_steps
