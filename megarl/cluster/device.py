@@ -65,3 +65,23 @@ def peak_memory() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def accelerator_versions() -> dict[str, str]:
+    """Versions of the libraries under the accelerator ({} on cpu)."""
+    if kind() != "cuda":
+        return {}
+    return {"cuda": torch.version.cuda or "none", "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def rng_state() -> torch.Tensor:
+    """State of the device's random generator."""
+    return torch.cuda.get_rng_state() if kind() == "cuda" else torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Restore what `rng_state` gave."""
+    if kind() == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,1 @@
+"""Everything that a resume needs, saved sharded; Hugging Face import and export."""

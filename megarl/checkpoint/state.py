@@ -1,0 +1,140 @@
+"""Saving and resuming a run, with Megatron-core's distributed checkpointing.
+
+A checkpoint holds weights, fp32 masters, Adam moments and step counts, the learning-rate schedule, each rank's random
+state, and how far the run is (`Progress`). It is written beside and renamed, so a directory `step_*` is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.cluster import device
+from megarl.errors import UserMistake
+from megarl.update.optimizer import Optimizer
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: experiences trained on.
+        position: prompts drawn, kept or not; the data's only state.
+    """
+
+    step: int = 0
+    position: int = 0
+
+
+class Checkpoints:
+    """The checkpoints of one run directory; every method is collective over the trainers.
+
+    Args:
+        directory: run_dir/checkpoints.
+        keep: how many of the newest are kept.
+        optimizer: with its DDP-wrapped chunks.
+        identity: what must be equal for a resume to mean the same run (model, objective, ...); stored, compared on
+            load, and shown where it differs.
+    """
+
+    def __init__(self, directory: Path, keep: int, optimizer: Optimizer, identity: dict[str, Any]) -> None:
+        self._directory, self._keep, self._optimizer = directory, keep, optimizer
+        self._identity = json.loads(json.dumps(identity, default=str))
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, None if there is none."""
+        found = sorted(self._directory.glob("step_*"))
+        return found[-1] if found else None
+
+    def save(self, progress: Progress) -> Path:
+        """Write a checkpoint for `progress`; returns its directory. Older ones beyond `keep` are removed."""
+        from megatron.core import dist_checkpointing
+
+        final = self._directory / f"step_{progress.step:08d}"
+        partial = self._directory / f".partial_{progress.step:08d}"
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(self._state(progress, loading=False, with_random=True), str(partial), content_metadata=_METADATA)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            for old in sorted(self._directory.glob("step_*"))[: -self._keep]:
+                shutil.rmtree(old)
+        dist.barrier()
+        return final
+
+    def load(self, path: Path) -> Progress:
+        """Restore everything from `path`; returns how far that run was.
+
+        Raises:
+            UserMistake: the checkpoint belongs to another model or objective (the first difference is named).
+        """
+        from megatron.core import dist_checkpointing
+
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        self._refuse_another_run(path, common["identity"])
+        same_world = common["world"] == dist.get_world_size()  # another world draws its own random numbers
+        state = dist_checkpointing.load(self._state(Progress(), loading=True, with_random=same_world), str(path))
+        for number, chunk in enumerate(self._optimizer.chunks):
+            chunk.module.load_state_dict(state[f"model{number}"])
+        self._optimizer.inner.load_state_dict(state["optimizer"])
+        self._optimizer.schedule.load_state_dict(state["schedule"])
+        if same_world:
+            _set_random_state(state["random"])
+        return Progress(**common["progress"])
+
+    def _state(self, progress: Progress, loading: bool, with_random: bool) -> dict[str, Any]:
+        """The state dict that is saved, or the pattern into which a checkpoint is loaded."""
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+        rank, world = dist.get_rank(), dist.get_world_size()
+        state: dict[str, Any] = {f"model{number}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
+                                 for number, chunk in enumerate(self._optimizer.chunks)}
+        model = {name: tensor for number in range(len(self._optimizer.chunks))
+                 for name, tensor in state[f"model{number}"].items()}
+        state["optimizer"] = self._optimizer.inner.sharded_state_dict(model, is_loading=loading,
+                                                                      metadata=dict(_METADATA))
+        state["schedule"] = self._optimizer.schedule.state_dict()
+        if with_random:
+            state["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
+        state |= {"progress": dataclasses.asdict(progress), "identity": self._identity, "world": world}
+        return state
+
+    def _refuse_another_run(self, path: Path, saved: dict[str, Any]) -> None:
+        for key in sorted(saved.keys() | self._identity.keys()):
+            if saved.get(key) != self._identity.get(key):
+                raise UserMistake(f"it was made with {key} = {saved.get(key)}, this run has {self._identity.get(key)}",
+                                  str(path), "change the config back, or use another run.dir")
+
+
+def _random_state() -> dict[str, Any]:
+    """Every random generator of this process, Megatron-core's tracker included."""
+    from megatron.core import tensor_parallel
+
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
+            "device": device.rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    from megatron.core import tensor_parallel
+
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    device.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

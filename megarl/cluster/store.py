@@ -1,0 +1,90 @@
+"""The control store: one key-value store for the run (membership, addresses, counters, stop requests).
+
+Only small values and counters go through it, never samples or weights. Every key lies under the generation of this
+life of the job, so that a straggler of an earlier life cannot meddle.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megarl.cluster.partition import Partition
+from megarl.config.schema import ClusterConfig
+from megarl.errors import MachineFault, UserMistake
+
+
+@dataclass(frozen=True)
+class Control:
+    """What `connect` gives: the stores and the name of this life.
+
+    Attributes:
+        store: control store, keys already under the generation.
+        generation: unique name of this life of the job: `<job>.<restart>.<token>`; no colon in it.
+        address: the address under which other hosts reach this one.
+    """
+
+    store: dist.Store
+    generation: str
+    address: str
+    _anchor: tuple[object, ...] = ()  # keeps the server and the rendezvous alive
+
+
+def connect(partition: Partition, cluster: ClusterConfig) -> Control:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT and agree on the control store and the generation.
+
+    torchrun's agent (or rank 0, where there is none) serves that first meeting; the control store itself is hosted by
+    trainer 0 (`cluster.store: auto`) or is one that outlives the job (`host:port`).
+
+    Raises:
+        UserMistake: cluster.store is neither auto nor host:port.
+        MachineFault: the ranks did not meet within cluster.start_timeout_s.
+    """
+    timeout = datetime.timedelta(seconds=cluster.start_timeout_s)
+    try:
+        meeting, _, _ = next(dist.rendezvous("env://", partition.rank, partition.world, timeout=timeout))
+        address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        server, place = None, cluster.store
+        if partition.rank == 0:
+            if place == "auto":
+                server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+                place = f"{address}:{server.port}"
+            meeting.set("megarl/generation", _new_generation())
+            meeting.set("megarl/control", place)
+        generation = meeting.get("megarl/generation").decode()
+        host, port = _split(meeting.get("megarl/control").decode())
+        client = server or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except dist.DistError as error:
+        raise MachineFault(f"rank {partition.rank} could not meet the others within {cluster.start_timeout_s:.0f} s: "
+                           f"{str(error).splitlines()[0]}") from error
+    return Control(dist.PrefixStore(generation, client), generation, address, (meeting, client))
+
+
+def own_address(towards: str) -> str:
+    """The address of the interface by which this host reaches `towards` (loopback where that is this host)."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # a datagram socket sends nothing here, it only picks the route
+            return probe.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
+
+
+def _split(place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserMistake(f"'{place}' is not an address", "cluster.store", "use auto or host:port")
+    return host, int(port)
+
+
+def _new_generation() -> str:
+    """`<job>.<restart>.<token>`: readable in logs, unique by the token."""
+    job = os.environ.get("SLURM_JOB_ID", "local")
+    restart = os.environ.get("SLURM_RESTART_COUNT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return f"{job}.{restart}.{secrets.token_hex(3)}"

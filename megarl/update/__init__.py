@@ -1,0 +1,1 @@
+"""One optimizer step: log-probs, forward-backward, clipping, gates."""

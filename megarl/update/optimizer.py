@@ -1,0 +1,92 @@
+"""Megatron-core's DDP and (distributed) optimizer, set up so that gradients are sums and masters are fp32.
+
+The loss that reaches backward is already divided by global denominators (DESIGN, numerics contract), so data-parallel
+ranks add their gradients: `calculate_per_token_loss` in the model's config makes DDP's scaling 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megarl.config.schema import OptimConfig
+from megarl.errors import MachineFault
+from megarl.model import megatron_fixes
+
+
+def wrap(chunks: list[torch.nn.Module], distributed: bool) -> list[torch.nn.Module]:
+    """Each chunk in Megatron-core's DistributedDataParallel, gradients reduced by summation in fp32.
+
+    Args:
+        chunks: GPTModel chunks whose config has calculate_per_token_loss set.
+        distributed: lay buffers out for the distributed optimizer.
+    """
+    megatron_fixes.apply()
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    assert all(chunk.config.calculate_per_token_loss for chunk in chunks), "gradients would be averaged, not summed"
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False,
+                                        use_distributed_optimizer=distributed, average_in_collective=False)
+    return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
+
+
+class Optimizer:
+    """AdamW on fp32 masters with global-norm clipping and linear warm-up.
+
+    Update number k (from 1) uses the rate lr * min(1, k / warmup_steps). Weight decay is decoupled and spares
+    one-dimensional parameters (norms, biases). Attributes:
+        updates: optimizer steps done.
+        inner: Megatron-core's optimizer.
+    """
+
+    def __init__(self, ddp_chunks: list[torch.nn.Module], optim: OptimConfig, dtype: torch.dtype) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        self.chunks = ddp_chunks
+        settings = OptimizerConfig(
+            optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip or math.inf, params_dtype=dtype,
+            bf16=dtype == torch.bfloat16, use_distributed_optimizer=optim.distributed)
+        self.inner = get_megatron_optimizer(settings, ddp_chunks, use_gloo_process_groups=False)
+        # its num_steps counts updates; the style is constant, so the decay horizon is never reached
+        self.schedule = OptimizerParamScheduler(
+            self.inner, init_lr=0.0, max_lr=optim.lr, min_lr=0.0, lr_warmup_steps=optim.warmup_steps,
+            lr_decay_steps=optim.warmup_steps + 1, lr_decay_style="constant", start_wd=optim.weight_decay,
+            end_wd=optim.weight_decay, wd_incr_steps=0, wd_incr_style="constant")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps done."""
+        return self.schedule.num_steps
+
+    @property
+    def lr(self) -> float:
+        """The rate of the last update (of the first one, before it)."""
+        return float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else 0.0
+
+    def zero_grad(self) -> None:
+        """Forget gradients; before the first micro-batch of an update."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    def finish_gradients(self) -> None:
+        """Reduce gradients over data, context, tensor (norms) and tied-embedding ranks; after the last backward."""
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads(self.chunks)
+
+    def step(self) -> float:
+        """Clip, update the masters, copy them to the model's parameters; returns the norm before clipping.
+
+        Raises:
+            MachineFault: the norm is not finite; the weights are then unusable and must not be saved or published.
+        """
+        self.schedule.step(1)
+        _, norm, _ = self.inner.step()
+        norm = float(norm)
+        if not math.isfinite(norm):
+            raise MachineFault(f"the gradient norm of update {self.updates} is {norm}")
+        return norm
