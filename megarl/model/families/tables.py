@@ -1,0 +1,153 @@
+"""Name tables: which Hugging Face tensors make up each Megatron parameter, and how they are cut and fused.
+
+One table serves import, export and publishing; the embedded engine uses its Hugging Face side. Names are patterns:
+`{layer}` and `{expert}` stand for the model's numbers in Hugging Face names and for this stage's and this rank's own
+(local) numbers in Megatron names.
+
+Kinds (tp = tensor-parallel degree; for experts, their own degree):
+    replicated  one tensor, whole on each rank.
+    vocab       rows padded to a multiple of tp, then cut into tp blocks of rows.
+    row         cut into tp blocks of columns (the input side of a row-parallel linear).
+    qkv         q, k and v rows interleaved by key/value head: [q heads of group 0, k 0, v 0, q heads of group 1, ...],
+                cut by groups.
+    gate_up     each of gate and up cut into tp blocks of rows; a rank has its gate block above its up block.
+In every kind a rank's share of each Hugging Face tensor is one contiguous slice of one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from megarl.model.hf_config import HFConfig
+
+Implementation = Literal["local", "transformer_engine"]
+Kind = Literal["replicated", "vocab", "row", "qkv", "gate_up"]
+
+# The dimension along which a kind is cut into tensor-parallel shares; None: not cut.
+CUT_DIM: dict[Kind, int | None] = {"replicated": None, "vocab": 0, "row": 1, "qkv": 0, "gate_up": 0}
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A Hugging Face tensor: name pattern and whole shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def at(self, layer: int = 0, expert: int = 0) -> str:
+        """The name with numbers filled in (the model's own, counted over all stages and ranks)."""
+        return self.name.format(layer=layer, expert=expert)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter and the Hugging Face tensors that it is made of, in order of fusion."""
+
+    megatron: str
+    hf: tuple[HFTensor, ...]
+    kind: Kind
+    expert: bool = False
+
+    def at(self, layer: int = 0, expert: int = 0) -> str:
+        """Megatron's name with local numbers filled in."""
+        return self.megatron.format(layer=layer, expert=expert)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All parameters of a family: before, in and after the layers. `head` is empty when embeddings are tied."""
+
+    embedding: tuple[Entry, ...]
+    layer: tuple[Entry, ...]
+    norm: tuple[Entry, ...]
+    head: tuple[Entry, ...]
+
+
+def table(hf: HFConfig, implementation: Implementation = "local") -> Table:
+    """The table of the family of `hf`."""
+    from megarl.model.families import FAMILIES
+
+    return FAMILIES[hf.family].table(hf, implementation)
+
+
+def hf_tensors(hf: HFConfig) -> Iterator[HFTensor]:
+    """Every tensor of the Hugging Face checkpoint, with numbers filled in, in the model's order."""
+    whole = table(hf)
+    for entry in whole.embedding:
+        yield from entry.hf
+    for layer in range(hf.layers):
+        for entry in whole.layer:
+            for expert in range(hf.experts if entry.expert else 1):
+                for tensor in entry.hf:
+                    yield HFTensor(tensor.at(layer, expert), tensor.shape)
+    for entry in (*whole.norm, *whole.head):
+        yield from entry.hf
+
+
+# The parts that the Llama-like families share.
+
+def decoder(hf: HFConfig, implementation: Implementation, mlp: tuple[Entry, ...]) -> Table:
+    """A pre-norm decoder with grouped-query attention, around the given MLP entries."""
+    embedding = HFTensor("model.embed_tokens.weight", (hf.vocab, hf.hidden))
+    head = HFTensor("lm_head.weight", (hf.vocab, hf.hidden))
+    return Table(
+        embedding=(Entry("embedding.word_embeddings.weight", (embedding,), "vocab"),),
+        layer=attention(hf, implementation) + mlp,
+        norm=(Entry("decoder.final_layernorm.weight", (HFTensor("model.norm.weight", (hf.hidden,)),), "replicated"),),
+        head=() if hf.tied else (Entry("output_layer.weight", (head,), "vocab"),))
+
+
+def _vector(megatron: str, name: str, size: int) -> Entry:
+    return Entry(f"decoder.layers.{{layer}}.{megatron}", (HFTensor(f"model.layers.{{layer}}.{name}", (size,)),),
+                 "replicated")
+
+
+def attention(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]:
+    """Input norm, q/k/v, optional q and k norms, output projection. TE fuses the norm into the q/k/v linear."""
+    at, to = "model.layers.{layer}.self_attn", "decoder.layers.{layer}.self_attention"
+    q, kv = hf.heads * hf.head_dim, hf.kv_heads * hf.head_dim
+    sizes = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    norm = "self_attention.linear_qkv.layer_norm_weight" if implementation == "transformer_engine" else (
+        "input_layernorm.weight")
+    entries = [
+        _vector(norm, "input_layernorm.weight", hf.hidden),
+        Entry(f"{to}.linear_qkv.weight", tuple(HFTensor(f"{at}.{n}.weight", (s, hf.hidden)) for n, s in sizes), "qkv")]
+    if hf.qkv_bias:
+        entries.append(
+            Entry(f"{to}.linear_qkv.bias", tuple(HFTensor(f"{at}.{n}.bias", (s,)) for n, s in sizes), "qkv"))
+    if hf.qk_norm:
+        entries += [_vector("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", hf.head_dim),
+                    _vector("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", hf.head_dim)]
+    entries.append(Entry(f"{to}.linear_proj.weight", (HFTensor(f"{at}.o_proj.weight", (hf.hidden, q)),), "row"))
+    return tuple(entries)
+
+
+def dense_mlp(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]:
+    """Norm and gated MLP. TE fuses the norm into the first linear."""
+    at, to = "model.layers.{layer}.mlp", "decoder.layers.{layer}.mlp"
+    norm = "mlp.linear_fc1.layer_norm_weight" if implementation == "transformer_engine" else (
+        "pre_mlp_layernorm.weight")
+    return (_vector(norm, "post_attention_layernorm.weight", hf.hidden),
+            *gated(f"{to}.linear_fc1.weight", f"{to}.linear_fc2.weight", at, hf.hidden, hf.ffn))
+
+
+def moe_mlp(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]:
+    """Norm, router and experts. TE has one grouped linear whose parameters are numbered by expert."""
+    at, to = "model.layers.{layer}.mlp", "decoder.layers.{layer}.mlp"
+    fc1, fc2 = ((f"{to}.experts.linear_fc1.weight{{expert}}", f"{to}.experts.linear_fc2.weight{{expert}}")
+                if implementation == "transformer_engine" else
+                (f"{to}.experts.local_experts.{{expert}}.linear_fc1.weight",
+                 f"{to}.experts.local_experts.{{expert}}.linear_fc2.weight"))
+    return (_vector("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hf.hidden),
+            Entry(f"{to}.router.weight", (HFTensor(f"{at}.gate.weight", (hf.experts, hf.hidden)),), "replicated"),
+            *gated(fc1, fc2, f"{at}.experts.{{expert}}", hf.hidden, hf.moe_ffn, expert=True))
+
+
+def gated(fc1: str, fc2: str, at: str, hidden: int, ffn: int, expert: bool = False) -> tuple[Entry, Entry]:
+    """The two linears of a gated MLP."""
+    gate, up = (HFTensor(f"{at}.{name}_proj.weight", (ffn, hidden)) for name in ("gate", "up"))
+    return (Entry(fc1, (gate, up), "gate_up", expert),
+            Entry(fc2, (HFTensor(f"{at}.down_proj.weight", (hidden, ffn)),), "row", expert))
