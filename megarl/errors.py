@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 EXIT_MISTAKE = 64  # EX_USAGE: do not retry
 EXIT_FAULT = 75  # EX_TEMPFAIL: may be retried
+EXIT_BUG = 1  # an exception that nobody foresaw: its traceback is in the log
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 class MegarlError(Exception):
@@ -37,16 +42,69 @@ class UserMistake(MegarlError):
         text = f"{where}: {what}" if where else what
         super().__init__(f"{text}\n  remedy: {remedy}" if remedy else text)
 
+    def line(self) -> str:
+        """The whole mistake on one line."""
+        return str(self).replace("\n  remedy: ", "; ")
+
+
+class UserMistakes(UserMistake):
+    """Several mistakes told together, one line each."""
+
+    def __init__(self, mistakes: Sequence[UserMistake]) -> None:
+        super().__init__("\n".join(mistake.line() for mistake in mistakes))
+        self.mistakes = tuple(mistakes)
+
 
 class MachineFault(MegarlError):
     """A lost peer, a timeout, a dead engine: nothing in the user's files explains it."""
 
 
-def write_exit(run_dir: Path | str, status: int, message: str) -> None:
+def run_main(main: Callable[[list[str]], None], argv: list[str]) -> int:
+    """Run a program's `main(argv)` and turn the way it ends into an exit status, told once.
+
+    With MEGARL_RUN_DIR set (the launcher does it) a failure is left there as `exit.json`, and only the process that
+    wrote that file, the first to fail, prints it; its consequences on other ranks stay in their logs. An exception
+    that megarl did not foresee also prints its traceback to stderr.
+
+    Returns:
+        0; 64 for a mistake, 75 for a fault, also a lost peer or a timeout of torch.distributed; 130 for Ctrl-C; 1 for
+        anything else, which is a bug. SystemExit passes through.
+    """
+    try:
+        main(argv)
+        return 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except MegarlError as error:
+        status, message = error.status, str(error)
+    except Exception as error:  # told and turned into a status, as the outermost frame must
+        traceback.print_exc()
+        summary = str(error).strip().splitlines()[:1] or [""]
+        status, message = (EXIT_FAULT if _is_fault(error) else EXIT_BUG), f"{type(error).__name__}: {summary[0]}"
+    run_dir = os.environ.get("MEGARL_RUN_DIR")
+    if run_dir is None or write_exit(run_dir, status, message):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return status
+
+
+def _is_fault(error: Exception) -> bool:
+    """Whether the network or a peer is to blame. If torch was never loaded, it did not raise: no import here."""
+    torch = sys.modules.get("torch")
+    kinds: tuple[type, ...] = (ConnectionError, TimeoutError)
+    if torch is not None and torch.distributed.is_available():
+        kinds += (torch.distributed.DistError,)
+    # gloo reports a lost peer or a timeout as a plain RuntimeError that names gloo or one of its source files
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def write_exit(run_dir: Path | str, status: int, message: str) -> bool:
     """Leave `exit.json` in the run directory, atomically; the first writer wins.
 
     torchrun turns every worker status into 1, so launch scripts read the true status from this file. The first
     failure is the cause, later ones are usually its consequences: an existing file is kept.
+
+    Returns:
+        Whether this call wrote the file.
     """
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -55,7 +113,8 @@ def write_exit(run_dir: Path | str, status: int, message: str) -> None:
         json.dump({"status": status, "message": message, "rank": int(os.environ.get("RANK", 0))}, file)
     try:
         os.link(name, directory / "exit.json")
+        return True
     except FileExistsError:
-        pass
+        return False
     finally:
         os.unlink(name)

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megarl.errors import UserMistake
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,14 @@ class Layout:
         if self.sequence and self.tensor == 1:
             raise UserMistake("sequence parallelism needs tensor parallelism", "parallel.sequence",
                               "set parallel.tensor above 1 or leave parallel.sequence at auto")
+
+    @classmethod
+    def from_config(cls, config: Config) -> Layout:
+        """The layout that `cluster.trainers` and `parallel` say; `parallel.sequence: auto` is on if tensor > 1."""
+        parallel = config.parallel
+        sequence = parallel.tensor > 1 if parallel.sequence == "auto" else parallel.sequence
+        return cls(config.cluster.trainers, parallel.tensor, parallel.pipeline, parallel.context, parallel.expert,
+                   parallel.expert_tensor, sequence)
 
     @property
     def data(self) -> int:

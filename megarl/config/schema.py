@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 class Section(BaseModel):
     """A part of the tree: unknown keys are refused, values are not coerced across types, instances are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -21,16 +24,16 @@ class RunConfig(Section):
 
     dir: str = Field("runs/default", description="run directory: config, metrics, checkpoints, rollouts, export")
     steps: PositiveInt = Field(100, description="experiences to train on")
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = Field(0, description="of data order and sampling; each sample's own seed follows")
     require_apex: bool = Field(False, description="refuse to start without NVIDIA apex")
 
 
 class ClusterConfig(Section):
     """Who does what. Ranks [0, trainers) train, ranks [trainers, trainers + rollouts) supervise engines."""
 
-    trainers: PositiveInt = 1
-    rollouts: PositiveInt = 1
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    trainers: PositiveInt = Field(1, description="ranks that train")
+    rollouts: PositiveInt = Field(1, description="ranks that supervise sampling engines")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="of the trainers; auto: a GPU if there is one")
     store: str = Field("auto", description="control store: auto (trainer 0 hosts it) or host:port")
     timeout_s: PositiveFloat = Field(600.0, description="timeout of every collective, seconds")
     start_timeout_s: PositiveFloat = Field(300.0, description="until all ranks and engines are there, seconds")
@@ -39,11 +42,11 @@ class ClusterConfig(Section):
 class ParallelConfig(Section):
     """Degrees of the trainer partition; the data-parallel degree follows."""
 
-    tensor: PositiveInt = 1
-    pipeline: PositiveInt = 1
-    context: PositiveInt = 1
-    expert: PositiveInt = 1
-    expert_tensor: PositiveInt = 1
+    tensor: PositiveInt = Field(1, description="ranks that share each matrix")
+    pipeline: PositiveInt = Field(1, description="stages that the layers are cut into")
+    context: PositiveInt = Field(1, description="ranks that share each sequence")
+    expert: PositiveInt = Field(1, description="ranks that share the experts; inside tensor x context x data")
+    expert_tensor: PositiveInt = Field(1, description="ranks that share each expert's matrices")
     sequence: bool | Literal["auto"] = Field("auto", description="sequence parallelism; auto: on if tensor > 1")
 
 
@@ -51,8 +54,9 @@ class BalanceConfig(Section):
     """Keeping the experts of a MoE model evenly loaded."""
 
     form: Literal["global", "megatron", "none"] = Field(
-        "global", description="global: f over the whole optimizer step (layout-free); megatron: its per-micro-batch form")
-    coefficient: NonNegativeFloat = 1e-3
+        "global", description="balancing loss; global: f over the whole optimizer step (layout-free); megatron: its "
+        "per-micro-batch form")
+    coefficient: NonNegativeFloat = Field(1e-3, description="of the balancing loss")
     z_loss: NonNegativeFloat = Field(0.0, description="coefficient of the router z-loss (ST-MoE, eq. 5)")
 
 
@@ -60,11 +64,12 @@ class ModelConfig(Section):
     """The policy: a Hugging Face checkpoint directory and how to run it."""
 
     path: str = Field(description="directory with config.json, *.safetensors and the tokenizer")
-    implementation: Literal["auto", "local", "transformer_engine"] = "auto"
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    implementation: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="of the layers; auto: transformer_engine on a GPU where it is installed, else local")
+    dtype: Literal["bf16", "fp32"] = Field("bf16", description="of weights and activations; master weights are fp32")
     recompute: Literal["none", "full"] = Field("none", description="activation recompute of whole layers")
     head_chunk_tokens: PositiveInt = Field(1024, description="tokens per chunk of the head-and-log-prob")
-    balance: BalanceConfig = BalanceConfig()
+    balance: BalanceConfig = Field(BalanceConfig(), description="load of the experts")
 
 
 class SourceConfig(Section):
@@ -80,10 +85,10 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """Training prompts."""
 
-    sources: list[SourceConfig] = Field(min_length=1)
-    max_prompt_tokens: PositiveInt = 1024
-    on_long_prompt: Literal["drop", "error"] = "drop"
-    shuffle: bool = True
+    sources: list[SourceConfig] = Field(min_length=1, description="files of prompts")
+    max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt, chat template included")
+    on_long_prompt: Literal["drop", "error"] = Field("drop", description="drop longer ones and count them, or refuse")
+    shuffle: bool = Field(True, description="a new order, from run.seed, in every epoch; false: as in the files")
     chat_template: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: for chat messages; always: also wraps plain text as a user message")
     prompts_per_step: PositiveInt = Field(32, description="groups in one experience, over all ranks")
@@ -92,30 +97,30 @@ class DataConfig(Section):
 class SamplingConfig(Section):
     """How an evaluation samples. (Training uses temperature only.)"""
 
-    samples: PositiveInt = 1
+    samples: PositiveInt = Field(1, description="per prompt")
     temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, description="-1: off")
-    min_p: float = Field(0.0, ge=0, le=1)
+    top_p: Probability = Field(1.0, description="nucleus; 1: off")
+    top_k: int = Field(-1, ge=-1, description="-1: off")
+    min_p: float = Field(0.0, ge=0, le=1, description="relative to the most likely token; 0: off")
     max_response_tokens: PositiveInt | None = Field(None, description="none: as in training")
 
 
 class RolloutConfig(Section):
     """Sampling during training."""
 
-    engine: Literal["embedded", "sglang"] = "embedded"
-    engines_per_rank: PositiveInt = 1
+    engine: Literal["embedded", "sglang"] = Field("embedded", description="embedded: megarl's own, for CPUs")
+    engines_per_rank: PositiveInt = Field(1, description="engine processes under one rollout rank")
     samples_per_prompt: PositiveInt = Field(8, description="group size n")
-    temperature: PositiveFloat = 1.0
+    temperature: PositiveFloat = Field(1.0, description="of the engine, and of the trainer's log-probs")
     top_p: float = Field(1.0, description="must stay 1 in training: log-probs are taken before truncation")
     top_k: int = Field(-1, description="must stay -1 in training")
     min_p: float = Field(0.0, description="must stay 0 in training")
-    max_response_tokens: PositiveInt = 256
+    max_response_tokens: PositiveInt = Field(256, description="longest response; a longer one is cut (truncated)")
     stop: list[str] = Field(default_factory=list, description="stop strings")
     stop_token_ids: list[int] = Field(default_factory=list, description="beside the tokenizer's end of sequence")
     retries: NonNegativeInt = Field(3, description="re-issues of a failed group before it is dropped and counted")
-    request_timeout_s: PositiveFloat = 300.0
-    groups_in_flight: PositiveInt = Field(64, description="per leader; back-pressure above it")
+    request_timeout_s: PositiveFloat = Field(300.0, description="of one group's generation, seconds")
+    groups_in_flight: PositiveInt = Field(64, description="requests at a time per data-parallel rank")
     max_lag: NonNegativeInt = Field(0, description="weight versions an experience may be behind; 0 is synchronous")
     slots: PositiveInt = Field(64, description="embedded engine: sequences decoded together")
 
@@ -124,7 +129,7 @@ class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
     name: str = Field(description="registered name, or module:function")
-    weight: float = 1.0
+    weight: float = Field(1.0, description="factor in the sum")
     source: str = Field("", description="apply only to this data source; empty: to all")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
 
@@ -132,9 +137,9 @@ class RewardTerm(Section):
 class RewardConfig(Section):
     """How a sample is scored."""
 
-    terms: list[RewardTerm] = Field(min_length=1)
+    terms: list[RewardTerm] = Field(min_length=1, description="summed with their weights")
     workers: PositiveInt = Field(2, description="worker processes per leader")
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: PositiveFloat = Field(10.0, description="of scoring one sample, seconds")
     on_error: Literal["drop", "value"] = Field("drop", description="what happens to a sample whose reward failed")
     error_value: float | None = Field(None, description="the value for on_error: value")
 
@@ -143,15 +148,15 @@ class KLConfig(Section):
     """Distance to the reference model."""
 
     coefficient: NonNegativeFloat = Field(0.0, description="0: no reference model is kept")
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    place: Literal["loss", "reward"] = "loss"
+    estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Schulman's estimators; k1 only in the reward")
+    place: Literal["loss", "reward"] = Field("loss", description="where it is subtracted")
 
 
 class CorrectionConfig(Section):
     """Importance sampling between the engine that sampled and the trainer's old log-probs."""
 
-    kind: Literal["none", "truncated", "masked"] = "truncated"
-    level: Literal["token", "sequence"] = "token"
+    kind: Literal["none", "truncated", "masked"] = Field("truncated", description="what happens to weights off bounds")
+    level: Literal["token", "sequence"] = Field("token", description="one weight per token, or their product")
     low: NonNegativeFloat = Field(0.0, description="masked: weights below are masked; truncated: unused")
     high: PositiveFloat = Field(2.0, description="truncated: weights are cut here; masked: weights above are masked")
 
@@ -159,24 +164,25 @@ class CorrectionConfig(Section):
 class ObjectiveConfig(Section):
     """The loss, written down once. `algorithm` sets the fields left at None (see objective.recipes)."""
 
-    algorithm: Literal["grpo", "gspo", "gspo_token", "dapo", "dr_grpo"] = "gspo"
-    ratio: Literal["token", "sequence", "sequence_token"] | None = None
-    clip_low: NonNegativeFloat | None = None
-    clip_high: NonNegativeFloat | None = None
+    algorithm: Literal["grpo", "gspo", "gspo_token", "dapo", "dr_grpo"] = Field(
+        "gspo", description="sets those of the next five keys and of dynamic_sampling that are null")
+    ratio: Literal["token", "sequence", "sequence_token"] | None = Field(None, description="importance ratio's level")
+    clip_low: NonNegativeFloat | None = Field(None, description="the ratio is clipped below 1 - clip_low")
+    clip_high: NonNegativeFloat | None = Field(None, description="the ratio is clipped above 1 + clip_high")
     aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = Field(
         None, description="sequence_mean: over a sequence's tokens, then over sequences; token_mean: over the step's "
         "tokens; constant: sum / (sequences * max_response_tokens)")
     normalize_std: bool | None = Field(None, description="divide advantages by the group's standard deviation")
-    std_ddof: Literal[0, 1] = 1
-    std_eps: NonNegativeFloat = 1e-6
-    kl: KLConfig = KLConfig()
-    entropy_bonus: NonNegativeFloat = 0.0
-    correction: CorrectionConfig = CorrectionConfig()
+    std_ddof: Literal[0, 1] = Field(1, description="1: divide by n - 1 in the standard deviation, 0: by n")
+    std_eps: NonNegativeFloat = Field(1e-6, description="added to the standard deviation")
+    kl: KLConfig = Field(KLConfig(), description="distance to the reference model")
+    entropy_bonus: NonNegativeFloat = Field(0.0, description="coefficient of the entropy added to the objective")
+    correction: CorrectionConfig = Field(CorrectionConfig(), description="for the gap between engine and trainer")
     dynamic_sampling: bool | None = Field(None, description="drop groups whose rewards are all equal and refill")
     refill_rounds: PositiveInt = Field(4, description="bound on the rounds of dynamic sampling")
-    mask_truncated: bool = Field(False, description="overlong filter: samples cut by the length limit are not trained on")
+    mask_truncated: bool = Field(False, description="overlong filter: do not train on samples cut by the length limit")
     overlong_buffer: NonNegativeInt = Field(0, description="soft overlong punishment: its length in tokens; 0 is off")
-    overlong_penalty: NonNegativeFloat = 1.0
+    overlong_penalty: NonNegativeFloat = Field(1.0, description="reward taken off at the length limit")
 
 
 class BatchConfig(Section):
@@ -192,11 +198,11 @@ class BatchConfig(Section):
 class OptimConfig(Section):
     """AdamW on fp32 masters, through Megatron-core's distributed optimizer."""
 
-    lr: PositiveFloat = 1e-6
+    lr: PositiveFloat = Field(1e-6, description="learning rate after warm-up")
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up from 0")
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False, description="decay of the two moments")
+    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled")
     clip: NonNegativeFloat = Field(1.0, description="global gradient norm; 0 is off")
     distributed: bool = Field(True, description="shard optimizer state over data-parallel ranks")
 
@@ -204,8 +210,8 @@ class OptimConfig(Section):
 class SyncConfig(Section):
     """Trainer weights -> engine weights."""
 
-    bucket_mb: PositiveInt = 512
-    timeout_s: PositiveFloat = 120.0
+    bucket_mb: PositiveInt = Field(512, description="weights sent at a time, MiB")
+    timeout_s: PositiveFloat = Field(120.0, description="of one weight update, seconds")
     verify: bool = Field(False, description="compare a checksum of every tensor on both sides after each update")
 
 
@@ -221,12 +227,12 @@ class CheckpointConfig(Section):
 class EvalSetConfig(Section):
     """One held-out set."""
 
-    path: str
-    name: str = ""
-    prompt: str = "prompt"
-    label: str = "label"
+    path: str = Field(description="JSONL or Parquet file")
+    name: str = Field("", description="in the metrics; the file's stem if empty")
+    prompt: str = Field("prompt", description="column: text, or a list of chat messages")
+    label: str = Field("label", description="column with the reference answer")
     limit: PositiveInt | None = Field(None, description="use the first so many prompts")
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = Field(SamplingConfig(), description="how it is sampled")
     pass_at: list[PositiveInt] = Field(default_factory=list, description="k of pass@k; each at most sampling.samples")
     success: float = Field(1.0, description="a reward of at least this counts as a pass")
 
@@ -235,35 +241,35 @@ class EvalConfig(Section):
     """Evaluation on held-out prompts."""
 
     every: NonNegativeInt = Field(0, description="steps between evaluations; 0: never during training")
-    before_start: bool = True
-    sets: list[EvalSetConfig] = Field(default_factory=list)
+    before_start: bool = Field(True, description="also evaluate before the first step")
+    sets: list[EvalSetConfig] = Field(default_factory=list, description="held-out sets")
 
 
 class ObserveConfig(Section):
     """What a run tells."""
 
-    tensorboard: bool = True
-    jsonl: bool = True
+    tensorboard: bool = Field(True, description="write TensorBoard files to run.dir/tensorboard")
+    jsonl: bool = Field(True, description="write run.dir/metrics.jsonl, one line a step")
     rollouts: NonNegativeInt = Field(0, description="write the samples of every so many steps as JSONL; 0 is off")
-    progress: bool = True
+    progress: bool = Field(True, description="progress bar on a terminal")
 
 
 class Config(Section):
     """The whole tree. `megatron` and `sglang` pass options through under those projects' own names."""
 
-    run: RunConfig = RunConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    model: ModelConfig
-    data: DataConfig
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig
-    objective: ObjectiveConfig = ObjectiveConfig()
-    batch: BatchConfig = BatchConfig()
-    optim: OptimConfig = OptimConfig()
-    sync: SyncConfig = SyncConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    eval: EvalConfig = EvalConfig()
-    observe: ObserveConfig = ObserveConfig()
+    run: RunConfig = Field(RunConfig(), description="the run as a whole")
+    cluster: ClusterConfig = Field(ClusterConfig(), description="who does what")
+    parallel: ParallelConfig = Field(ParallelConfig(), description="degrees of the trainer partition")
+    model: ModelConfig = Field(description="the policy")
+    data: DataConfig = Field(description="training prompts")
+    rollout: RolloutConfig = Field(RolloutConfig(), description="sampling during training")
+    reward: RewardConfig = Field(description="how a sample is scored")
+    objective: ObjectiveConfig = Field(ObjectiveConfig(), description="the loss")
+    batch: BatchConfig = Field(BatchConfig(), description="from an experience to optimizer steps")
+    optim: OptimConfig = Field(OptimConfig(), description="AdamW")
+    sync: SyncConfig = Field(SyncConfig(), description="trainer weights to engine weights")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="saving and resuming")
+    eval: EvalConfig = Field(EvalConfig(), description="evaluation on held-out prompts")
+    observe: ObserveConfig = Field(ObserveConfig(), description="what a run tells")
     megatron: dict[str, Any] = Field(default_factory=dict, description="TransformerConfig fields, by their own names")
     sglang: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, by their own names")
