@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: generate, check, execute."""
