@@ -37,6 +37,7 @@ class ClusterConfig(Section):
     store: str = Field("auto", description="control store: auto (trainer 0 hosts it) or host:port")
     timeout_s: PositiveFloat = Field(600.0, description="timeout of every collective, seconds")
     start_timeout_s: PositiveFloat = Field(300.0, description="until all ranks and engines are there, seconds")
+    lease_timeout_s: PositiveFloat = Field(60.0, description="a rank or engine without a sign of life for so long is dead")
 
 
 class ParallelConfig(Section):
@@ -123,6 +124,10 @@ class RolloutConfig(Section):
     groups_in_flight: PositiveInt = Field(64, description="requests at a time per data-parallel rank")
     max_lag: NonNegativeInt = Field(0, description="weight versions an experience may be behind; 0 is synchronous")
     slots: PositiveInt = Field(64, description="embedded engine: sequences decoded together")
+    start_attempts: PositiveInt = Field(3, description="starts in a row that an engine may fail before it is given up")
+    no_engine_timeout_s: PositiveFloat = Field(
+        60.0, description="a fault if no engine holds the current weights for so long while groups wait")
+    sglang_python: str = Field("", description="python of SGLang's own environment; empty: this one")
 
 
 class RewardTerm(Section):

@@ -1,0 +1,1 @@
+"""Sampling: engines, the fleet of them, and the client that fills experiences from them."""

@@ -1,0 +1,240 @@
+"""The fleet of engines as the trainers see it: a registry in the control store.
+
+Supervisors write one record per engine and move one lease counter each. The trainer that publishes weights writes
+which engines took them (`mark_synced`): only those may generate. An engine that was restarted since has a new
+incarnation, is not on that list, and so gets no request until a publish has reached it.
+
+Keys, all under "fleet/": engine/<id>, lease/<rollout rank>, synced, condemned/<id>, trainers (lease), stop.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from torch.distributed import PrefixStore, Store
+
+from megarl.errors import EXIT_MISTAKE, MachineFault, UserMistake
+from megarl.rollout.lease import Heartbeat, LeaseWatch, read_counter
+
+TRAINERS_LEASE = "trainers"
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """One engine, written by its supervisor.
+
+    Attributes:
+        id: `<rollout rank>.<number>`, the same for the whole run.
+        incarnation: counts this engine's processes from 1; weights belong to an incarnation.
+        url: `http://host:port`, "" until it is up.
+        state: starting, up (answers; whether its weights are current is not said here), down (died, will be started
+            again), failed (given up), stopped.
+        detail: why it is down or failed.
+        status: of a failed one: megarl's exit status for it (64 for a user's mistake).
+    """
+
+    id: str
+    incarnation: int = 0
+    url: str = ""
+    state: Literal["starting", "up", "down", "failed", "stopped"] = "starting"
+    detail: str = ""
+    status: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What weights and requests belong to: this process of this engine."""
+        return self.id, self.incarnation
+
+    def describe(self) -> str:
+        """`engine 0.1: down (ended with -9)`."""
+        return f"engine {self.id}: {self.state}" + (f" ({self.detail})" if self.detail else "")
+
+
+def engine_ids(rollouts: int, engines_per_rank: int) -> list[str]:
+    """Ids of every engine of a run, in order."""
+    return [f"{rank}.{number}" for rank in range(rollouts) for number in range(engines_per_rank)]
+
+
+def fleet_store(store: Store) -> PrefixStore:
+    """The registry's part of the control store, over a connection of its own (a store serves one call at a time)."""
+    return PrefixStore("fleet", store.clone())
+
+
+def beat_for_trainers(store: Store) -> Heartbeat:
+    """The trainers' sign of life, started by trainer 0: supervisors end when it stops."""
+    return Heartbeat(fleet_store(store), TRAINERS_LEASE)
+
+
+def request_stop(store: Store, reason: str) -> None:
+    """Ask all supervisors to stop their engines and end (what trainer 0 does at the end of a run)."""
+    fleet_store(store).set("stop", reason)
+
+
+class Fleet:
+    """Reads the registry; one per process that talks to engines. Not thread-safe.
+
+    Args:
+        store: the control store of this life of the job.
+        rollouts, engines_per_rank: sizes, from the config.
+        lease_timeout_s: an engine whose supervisor's lease stands still for so long counts as gone.
+    """
+
+    def __init__(self, store: Store, rollouts: int, engines_per_rank: int, lease_timeout_s: float) -> None:
+        self._store = fleet_store(store)
+        self._ids = engine_ids(rollouts, engines_per_rank)
+        self._lease_timeout_s = lease_timeout_s
+        self._leases = {str(rank): LeaseWatch() for rank in range(rollouts)}
+        self._read_at, self._records = float("-inf"), []
+
+    def records(self, max_age_s: float = 0.0) -> list[EngineRecord]:
+        """All engines that have a record; read again if the last reading is older than `max_age_s`."""
+        if time.monotonic() - self._read_at > max_age_s:
+            found = [self._store.get(f"engine/{name}") for name in self._ids if self._store.check([f"engine/{name}"])]
+            self._records = [EngineRecord(**json.loads(text)) for text in found]
+            for rank, lease in self._leases.items():
+                lease.observe(read_counter(self._store, f"lease/{rank}"))
+            self._read_at = time.monotonic()
+        return self._records
+
+    def engines(self, max_age_s: float = 0.0) -> list[EngineRecord]:
+        """Engines that are up, under a supervisor whose lease moves; current weights or not (see `synced_engines`)."""
+        return [record for record in self.records(max_age_s) if record.state == "up" and
+                self._leases[record.id.split(".")[0]].quiet_s < self._lease_timeout_s]
+
+    def synced_engines(self, max_age_s: float = 0.0) -> list[EngineRecord]:
+        """Those of `engines` that took the last published weights and still are the same process."""
+        engines = self.engines(max_age_s)
+        if not self._store.check(["synced"]):
+            return []
+        synced = {tuple(key) for key in json.loads(self._store.get("synced"))["engines"]}
+        return [record for record in engines if record.key in synced]
+
+    def mark_synced(self, version: str, engines: Iterable[EngineRecord]) -> None:
+        """Say that these engines hold the weights `version`, and no others; called by one trainer after a publish."""
+        self._store.set("synced", json.dumps({"version": version, "engines": [record.key for record in engines]}))
+
+    def condemn(self, record: EngineRecord, why: str) -> None:
+        """Have the supervisor kill and restart this engine (for instance when its weight update was cut short)."""
+        self._store.set(f"condemned/{record.id}", json.dumps({"incarnation": record.incarnation, "why": why}))
+
+    def wait_ready(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> list[EngineRecord]:
+        """Wait until every engine of the run is up.
+
+        Args:
+            timeout_s: how long.
+            progress: called with (up, expected) whenever the number up has changed.
+        Raises:
+            UserMistake: an engine was given up for a mistake of the user's (no such model, say).
+            MachineFault: an engine was given up, or some are not up in time; names them and their state.
+        """
+        deadline, last = time.monotonic() + timeout_s, -1
+        while True:
+            engines = self.engines()
+            self.raise_failures()
+            if len(engines) != last and progress is not None:
+                progress(len(engines), len(self._ids))
+            last = len(engines)
+            if last == len(self._ids):
+                return engines
+            if time.monotonic() > deadline:
+                raise MachineFault(f"{len(self._ids) - last} of {len(self._ids)} engines are not up after "
+                                   f"{timeout_s:.0f} s: {self.describe_missing(engines)}")
+            time.sleep(POLL_S)
+
+    def raise_failures(self) -> None:
+        """Raise what made a supervisor give an engine up, if one did, as the last reading saw it."""
+        for record in self._records:
+            if record.state == "failed":
+                if record.status == EXIT_MISTAKE:
+                    raise UserMistake(record.detail)
+                raise MachineFault(record.describe())
+
+    def describe_missing(self, present: list[EngineRecord]) -> str:
+        """State of every expected engine that is not in `present`, and of its rollout rank if that is silent."""
+        known = {record.id: record for record in self._records}
+        lines = []
+        for name in sorted(set(self._ids) - {record.id for record in present}):
+            rank = name.split(".")[0]
+            if name not in known:
+                lines.append(f"engine {name}: rollout rank {rank} has not reported it")
+            elif known[name].state == "up" and self._leases[rank].quiet_s >= self._lease_timeout_s:
+                lines.append(f"engine {name}: rollout rank {rank} is silent")
+            elif known[name].state == "up":
+                lines.append(f"engine {name}: up, without this run's weights (restarted since the last publish)")
+            else:
+                lines.append(known[name].describe())
+        return "; ".join(lines)
+
+
+class Registrar:
+    """Writes the registry; one per supervisor. Not thread-safe.
+
+    Args:
+        store: the control store.
+        rollout_index: this supervisor's number among the rollout ranks.
+    """
+
+    def __init__(self, store: Store, rollout_index: int) -> None:
+        self._store = fleet_store(store)
+        self._rank = rollout_index
+
+    def write(self, record: EngineRecord) -> None:
+        """Replace the engine's record."""
+        self._store.set(f"engine/{record.id}", json.dumps(asdict(record)))
+
+    def beat(self) -> None:
+        """Move this supervisor's lease."""
+        self._store.add(f"lease/{self._rank}", 1)
+
+    def trainers_beat(self) -> int:
+        """The trainers' lease, 0 while they have not begun."""
+        return read_counter(self._store, TRAINERS_LEASE)
+
+    def stop_reason(self) -> str | None:
+        """Why the trainers ask to stop, or None."""
+        return self._store.get("stop").decode() if self._store.check(["stop"]) else None
+
+    def condemned(self, engine: str) -> tuple[int, str]:
+        """(incarnation, why) that the trainers want killed last, (0, "") if none."""
+        if not self._store.check([f"condemned/{engine}"]):
+            return 0, ""
+        verdict = json.loads(self._store.get(f"condemned/{engine}"))
+        return verdict["incarnation"], verdict["why"]
+
+
+class Balancer:
+    """Spreads groups over engines: the one with the fewest of this leader's groups in flight.
+
+    Args:
+        turn: ties are broken from this place on, so that leaders do not all begin with the same engine.
+    """
+
+    def __init__(self, turn: int = 0) -> None:
+        self._in_flight: Counter[tuple[str, int]] = Counter()
+        self._turn = turn
+
+    def take(self, engines: list[EngineRecord], avoid: set[tuple[str, int]]) -> EngineRecord:
+        """An engine for one group, which stays with it until `give_back`; one of `avoid` only if there is no other."""
+        allowed = [record for record in engines if record.key not in avoid] or engines
+        self._turn += 1
+        chosen = min(range(len(allowed)), key=lambda place: (self._in_flight[allowed[place].key],
+                                                             (place - self._turn) % len(allowed)))
+        self._in_flight[allowed[chosen].key] += 1
+        return allowed[chosen]
+
+    def give_back(self, engine: EngineRecord) -> None:
+        """The group is done with its engine."""
+        self._in_flight[engine.key] -= 1
+        if not self._in_flight[engine.key]:
+            del self._in_flight[engine.key]
+
+
+def stopped(record: EngineRecord, state: str, detail: str = "", status: int = 0) -> EngineRecord:
+    """The record after its process has ended: no address any more."""
+    return replace(record, url="", state=state, detail=detail, status=status)
