@@ -1,0 +1,63 @@
+"""Hugging Face safetensors -> the chunks of any layout; each rank reads only its own slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoint import shares
+from megarl.checkpoint.safetensors_dir import SafetensorsDir
+from megarl.config.layout import Layout
+from megarl.errors import UserMistake
+from megarl.model.chunk import PolicyChunk, unwrapped
+from megarl.model.families import tables
+from megarl.model.hf_config import HFConfig
+
+
+def load_hf(chunks: list[torch.nn.Module], path: str | Path, hf: HFConfig, layout: Layout) -> None:
+    """Fill the chunks' parameters from the checkpoint at `path`, converted to their dtype.
+
+    Rows of a padded vocabulary are set to 0. No communication. Load before an optimizer makes its fp32 masters.
+
+    Raises:
+        UserMistake: a file or tensor is missing, damaged, of another shape, or unknown to the family.
+    """
+    checkpoint = SafetensorsDir(path)
+    _refuse_unknown(checkpoint, hf)
+    here = shares.Coordinates.here()
+    for chunk in map(unwrapped, chunks):
+        _load_chunk(chunk, checkpoint, hf, here)
+
+
+@torch.no_grad()
+def _load_chunk(chunk: PolicyChunk, checkpoint: SafetensorsDir, hf: HFConfig, here: shares.Coordinates) -> None:
+    table = tables.table(hf, chunk.implementation)
+    left = dict(chunk.named_parameters())
+    for parameter in shares.parameters(table, hf, chunk.stage, chunk.stages, here.ep_size):
+        entry, target = parameter.entry, left.pop(parameter.megatron_name)
+        expert = here.ep * (hf.experts // here.ep_size) + parameter.expert
+        parts = [checkpoint.read(name, entry.hf[number].shape,
+                                 *shares.cut(entry, number, *here.cut(entry), chunk.vocab_size))
+                 for number, name in enumerate(parameter.hf_names(expert))]
+        share = shares.fuse(entry, parts, hf)
+        if entry.kind == "vocab":
+            target[len(share):].zero_()
+            target = target[: len(share)]
+        if share.shape != target.shape:
+            raise RuntimeError(f"{parameter.megatron_name} is {tuple(target.shape)}, not {tuple(share.shape)}")
+        target.copy_(share)
+    if left:
+        raise RuntimeError(f"the table of {hf.family} does not name the parameters {sorted(left)}")
+
+
+def _refuse_unknown(checkpoint: SafetensorsDir, hf: HFConfig) -> None:
+    """A tensor that the family has no place for would be left out of training without a word."""
+    known = {tensor.name for tensor in tables.hf_tensors(hf)}
+    if hf.tied:
+        known.add("lm_head.weight")  # a second copy of the embedding
+    for name in checkpoint.files:
+        if name not in known and not name.endswith(".rotary_emb.inv_freq"):
+            raise UserMistake(f"tensor {name} has no place in a {hf.family} model",
+                              str(checkpoint.path / checkpoint.files[name]),
+                              "the checkpoint has a feature that megarl does not know, or another config.json")

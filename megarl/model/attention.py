@@ -1,0 +1,114 @@
+"""Causal attention over packed sequences (thd) with grouped queries and context parallelism, for the local layers.
+
+Never a tokens x tokens mask: on a GPU the variable-length kernel of torch or flash-attn, elsewhere torch's SDPA over
+small padded batches of sequences of similar length. Under context parallelism keys and values are all-gathered (their
+gradients reduce-scattered), as in Llama 3 (sec. 3.3.2): cheap for grouped queries, and exact.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+
+from megarl.model.segments import Segments
+
+
+@dataclass
+class LocalPack(PackedSeqParams):
+    """What the local attention needs to know of a pack.
+
+    Its `qkv_format` is "sbhd": Megatron's layer then keeps [tokens, 1, heads, dim] and applies the rotary angles row by
+    row, so they can be each token's own; its "thd" path would guess positions from the boundaries.
+    """
+
+    qkv_format: str = "sbhd"
+    segments: Segments | None = None
+
+
+class PackedAttention(MegatronModule):
+    """Core attention: no parameters. Queries [tokens, 1, heads, dim], keys and values [tokens, 1, kv heads, dim]."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any = None, attention_type: Any = None,
+                 attention_dropout: Any = None, softmax_scale: float | None = None, cp_comm_type: Any = None,
+                 pg_collection: Any = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+                attn_mask_type: Any = None, attention_bias: Any = None,
+                packed_seq_params: LocalPack | None = None) -> torch.Tensor:
+        """Returns [tokens, 1, heads * dim]. `packed_seq_params` must be a LocalPack."""
+        pack = packed_seq_params.segments
+        if self.cp_group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.cp_group)
+                          for x in (key, value))
+        query_thd, key_thd, value_thd = (x.squeeze(1) for x in (query, key, value))
+        kernel = varlen_kernel(query.device.type, query.dtype)
+        if kernel is None:
+            output_thd = by_groups(query_thd, key_thd, value_thd, pack, self.scale)
+        else:
+            if pack.keys is not None:
+                key_thd, value_thd = key_thd.index_select(0, pack.keys), value_thd.index_select(0, pack.keys)
+            output_thd = kernel(query_thd, key_thd, value_thd, pack, self.scale)
+        return output_thd.reshape(output_thd.size(0), 1, -1)
+
+
+def by_groups(query_thd: torch.Tensor, key_thd: torch.Tensor, value_thd: torch.Tensor, pack: Segments,
+              scale: float | None) -> torch.Tensor:
+    """Attention with SDPA over the padded groups of `pack`; keys and values as gathered (rank-major).
+
+    Padding repeats a segment's last row to the right, where the causal mask hides it from real queries.
+    """
+    query_rows, key_rows, value_rows = (
+        x.index_select(0, rows) for x, rows in ((query_thd, pack.query_rows), (key_thd, pack.key_rows),
+                                                (value_thd, pack.key_rows)))
+    outputs, q_start, k_start = [], 0, 0
+    for group in pack.groups:
+        q_end, k_end = q_start + group.segments * group.queries, k_start + group.segments * group.keys
+        query = query_rows[q_start:q_end].unflatten(0, (group.segments, group.queries)).transpose(1, 2)
+        key, value = (x[k_start:k_end].unflatten(0, (group.segments, group.keys)).transpose(1, 2)
+                      for x in (key_rows, value_rows))
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, is_causal=group.mask is None,
+                                                scale=scale, enable_gqa=query.size(1) != key.size(1))
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        q_start, k_start = q_end, k_end
+    return torch.cat(outputs).index_select(0, pack.output_rows)
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]
+
+
+def varlen_kernel(device: str, dtype: torch.dtype) -> Kernel | None:
+    """The variable-length kernel for this device and dtype: flash-attn's, else torch's, else None."""
+    if device == "cpu" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if importlib.util.find_spec("flash_attn") is not None:
+        return _flash_attn
+    if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
+        return _torch_varlen
+    return None
+
+
+def _flash_attn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: Segments,
+                scale: float | None) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func  # causal is aligned to the lower right corner (flash-attn >= 2.1)
+
+    return flash_attn_varlen_func(query, key, value, pack.cu_q, pack.cu_k, pack.max_q, pack.max_k,
+                                  softmax_scale=scale, causal=True)
+
+
+def _torch_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: Segments,
+                  scale: float | None) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(query, key, value, pack.cu_q, pack.cu_k, pack.max_q, pack.max_k, scale=scale,
+                       window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1))

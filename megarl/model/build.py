@@ -1,0 +1,144 @@
+"""A Hugging Face config and a layout -> Megatron-core GPTModel chunks, one per pipeline stage held by this rank."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import math
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.cluster import device
+from megarl.config.layout import Layout, check_model
+from megarl.config.schema import Config
+from megarl.errors import UserMistake
+from megarl.model import megatron_fixes
+from megarl.model.hf_config import HFConfig
+
+# Fields that other keys decide; setting them under `megarl: megatron` would contradict those.
+_DECIDED = {
+    "model.path": ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+                   "ffn_hidden_size", "moe_ffn_hidden_size", "num_moe_experts", "moe_router_topk",
+                   "moe_router_pre_softmax", "moe_router_score_function", "add_bias_linear", "add_qkv_bias",
+                   "qk_layernorm", "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func",
+                   "multi_latent_attention", "moe_layer_freq", "moe_router_topk_scaling_factor", "softmax_scale",
+                   "moe_shared_expert_intermediate_size", "rotary_interleaved", "mtp_num_layers"),
+    "model.dtype": ("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"),
+    "model.recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    "model.balance": ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+                      "moe_enable_routing_replay"),
+    "parallel": ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+                 "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+                 "sequence_parallel", "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage",
+                 "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
+                 "account_for_loss_in_pipeline_split"),
+    "objective": ("calculate_per_token_loss",),
+}
+
+
+def implementation(config: Config) -> Literal["local", "transformer_engine"]:
+    """What `model.implementation` means here; auto is Transformer Engine where it is installed and the device fits.
+
+    Raises:
+        UserMistake: Transformer Engine was asked for and cannot run here.
+    """
+    asked = config.model.implementation
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    on_cpu = device.kind() == "cpu"
+    if asked == "auto":
+        return "transformer_engine" if installed and not on_cpu else "local"
+    if asked == "transformer_engine" and (not installed or on_cpu):
+        raise UserMistake("transformer_engine was asked for but " + ("needs a GPU" if on_cpu else "is not installed"),
+                          "model.implementation", "use auto or local, or install transformer-engine on a GPU machine")
+    return asked
+
+
+def padded_vocab(hf: HFConfig, layout: Layout) -> int:
+    """Rows of the embedding: the vocabulary up to a multiple of 8 rows per tensor-parallel rank."""
+    unit = 8 * layout.tensor
+    return math.ceil(hf.vocab / unit) * unit
+
+
+def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> TransformerConfig:
+    """Megatron-core's config for this model, run and layout, with the user's `megatron:` options on top.
+
+    `calculate_per_token_loss` makes Megatron's DDP sum gradients over ranks: megarl's losses carry their global
+    divisors already.
+
+    Raises:
+        UserMistake: the model cannot be cut so, or a `megatron:` option is unknown, decided elsewhere, or refused by
+            Megatron-core.
+    """
+    check_model(layout, heads=hf.heads, kv_heads=hf.kv_heads, layers=hf.layers, experts=hf.experts,
+                ffn=hf.moe_ffn if hf.experts else hf.ffn)
+    options = _check_options(config.megatron)
+    dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
+    with_te = implementation(config) == "transformer_engine"
+    values: dict[str, Any] = dict(
+        num_layers=hf.layers, hidden_size=hf.hidden, num_attention_heads=hf.heads, num_query_groups=hf.kv_heads,
+        kv_channels=hf.head_dim, ffn_hidden_size=hf.ffn, normalization="RMSNorm", layernorm_epsilon=hf.norm_eps,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        add_qkv_bias=hf.qkv_bias, qk_layernorm=hf.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context, sequence_parallel=layout.sequence, params_dtype=dtype,
+        pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, calculate_per_token_loss=True,
+        use_cpu_initialization=device.kind() == "cpu", perform_initialization=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, persist_layer_norm=False, apply_rope_fusion=with_te)
+    if hf.experts:
+        megatrons = config.model.balance.form == "megatron"
+        values |= dict(
+            num_moe_experts=hf.experts, moe_ffn_hidden_size=hf.moe_ffn, moe_router_topk=hf.top_k,
+            moe_router_pre_softmax=not hf.norm_topk, moe_router_score_function="softmax", moe_router_dtype="fp32",
+            moe_router_load_balancing_type="aux_loss" if megatrons else "none",
+            moe_aux_loss_coeff=config.model.balance.coefficient if megatrons else 0.0, moe_grouped_gemm=with_te,
+            moe_token_dispatcher_type="alltoall", expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor)
+    if config.model.recompute == "full":
+        values |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    try:
+        return TransformerConfig(**values | options)
+    except (ValueError, AssertionError) as error:
+        raise UserMistake(f"Megatron-core refuses this model: {error}",
+                          f"megatron: {', '.join(options)}" if options else "parallel, model",
+                          "see Megatron-core's TransformerConfig") from error
+
+
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    known = {field.name for field in fields(TransformerConfig) if field.init}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise UserMistake("Megatron-core has no such option", f"megatron.{name}",
+                              f"did you mean {near[0]}?" if near else "see Megatron-core's TransformerConfig")
+        for key, decided in _DECIDED.items():
+            if name in decided:
+                raise UserMistake(f"it is decided by {key}", f"megatron.{name}", f"set {key} instead")
+    return dict(options)
+
+
+def build_chunks(hf: HFConfig, config: Config, layout: Layout) -> list[torch.nn.Module]:
+    """This rank's chunks of the policy, in the order of their stages; weights are uninitialised.
+
+    Needs parallel_state initialised for `layout`. Load weights with `checkpoint.hf_import.load_hf`.
+    """
+    from megatron.core import parallel_state
+
+    megatron_fixes.apply()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return [build_chunk(hf, config, layout, stage, layout.pipeline)]
+
+
+def build_chunk(hf: HFConfig, config: Config, layout: Layout, stage: int, stages: int) -> torch.nn.Module:
+    """The chunk of `stage` of `stages`: layers [stage, stage + 1) * layers / stages, embedding first, norm last."""
+    from megarl.model.chunk import PolicyChunk
+    from megarl.model.specs import block_spec
+
+    kind = implementation(config)
+    transformer = transformer_config(hf, config, layout)
+    chunk = PolicyChunk(hf, transformer, block_spec(transformer, kind, hf.layers // stages), kind,
+                        padded_vocab(hf, layout), config.model.balance, stage, stages)
+    return chunk.to(device.current())

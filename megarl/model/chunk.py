@@ -1,0 +1,93 @@
+"""One pipeline stage of the policy: Megatron-core's GPTModel on packs; it ends at hidden states, never at logits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.config.schema import BalanceConfig
+from megarl.model import rope
+from megarl.model.attention import LocalPack
+from megarl.model.hf_config import HFConfig
+from megarl.model.router import Router, RouterState
+from megarl.model.segments import segments
+
+
+class PolicyChunk(GPTModel):
+    """The layers of one stage; the embedding on the first, the final norm and the head's weight on the last.
+
+    Attributes:
+        hf: the model's config.
+        implementation: local or transformer_engine; decides the parameters' names.
+        stage, stages: which part of the model this is.
+        first_layer: number in the model of this chunk's first layer.
+        routers: state of this chunk's MoE routers; None in a dense model.
+    """
+
+    def __init__(self, hf: HFConfig, config: TransformerConfig, spec: TransformerBlockSubmodules,
+                 implementation: Literal["local", "transformer_engine"], vocab_size: int, balance: BalanceConfig,
+                 stage: int, stages: int) -> None:
+        super().__init__(
+            config=config, transformer_layer_spec=spec, vocab_size=vocab_size, max_sequence_length=hf.max_positions,
+            pre_process=stage == 0, post_process=stage == stages - 1, position_embedding_type="rope",
+            share_embeddings_and_output_weights=hf.tied, rotary_base=hf.rope_theta)
+        self.hf, self.implementation, self.stage, self.stages = hf, implementation, stage, stages
+        self.first_layer = stage * len(self.decoder.layers)
+        self.rotary_pos_emb.inv_freq = rope.inverse_frequencies(hf).to(self.rotary_pos_emb.inv_freq.device)
+        self.routers: RouterState | None = None
+        if hf.experts:
+            where = self.rotary_pos_emb.inv_freq.device
+            self.routers = RouterState(len(self.decoder.layers), hf.experts, balance, where)
+            for number, router in enumerate(m for m in self.modules() if isinstance(m, Router)):
+                router.attach(self.routers, number)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Hidden states of a pack.
+
+        Args:
+            batch: a `data.batch.PackedBatch`; used are tokens_t, positions_t, padding_t (this context-parallel rank's
+                tokens), cu_seqlens, max_seqlen (the whole pack's), cp_size and cp_rank.
+
+        Returns:
+            [tokens, 1, hidden], this rank's share of tokens under sequence parallelism; after the final norm on the
+            last stage. On stages after the first the input comes from `set_input_tensor`.
+        """
+        hidden_tbh = None
+        if self.pre_process:
+            hidden_tbh = self.embedding(input_ids=batch.tokens_t[None], position_ids=batch.positions_t[None])
+        padding_bt = None
+        if self.routers is not None:
+            padding_bt = batch.padding_t[None]
+            if self.config.sequence_parallel:  # GPTModel does this on the first stage only
+                padding_bt = scatter_to_sequence_parallel_region(batch.padding_t, group=self.pg_collection.tp)[None]
+        pack, rotary = self._pack(batch)
+        return self.decoder(hidden_states=hidden_tbh, attention_mask=None, rotary_pos_emb=rotary,
+                            packed_seq_params=pack, padding_mask=padding_bt)
+
+    def _pack(self, batch: Any) -> tuple[PackedSeqParams, torch.Tensor]:
+        """The pack's boundaries and rotary angles in the form that this implementation's attention takes."""
+        if self.implementation == "local":
+            laid_out = segments(batch.cu_seqlens.tolist(), batch.cp_size, batch.cp_rank, batch.tokens_t.device)
+            return LocalPack(segments=laid_out), rope.angles(batch.positions_t, self.rotary_pos_emb.inv_freq)
+        pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens,
+                               max_seqlen_q=batch.max_seqlen, max_seqlen_kv=batch.max_seqlen)
+        return pack, self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)
+
+    def head_weight(self) -> torch.Tensor:
+        """The output projection [padded vocabulary / tp, hidden], tied or not; last stage only."""
+        if not self.post_process:
+            raise RuntimeError(f"stage {self.stage} of {self.stages} has no head")
+        return self.shared_embedding_or_output_weight() if self.hf.tied else self.output_layer.weight
+
+
+def unwrapped(chunk: torch.nn.Module) -> PolicyChunk:
+    """The PolicyChunk inside wrappers such as Megatron's DDP."""
+    while not isinstance(chunk, PolicyChunk):
+        chunk = chunk.module
+    return chunk

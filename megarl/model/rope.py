@@ -1,0 +1,34 @@
+"""Rotary position embedding: inverse frequencies and angles, by each token's position in its own sequence."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megarl.model.hf_config import HFConfig
+
+
+def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
+    """theta^(-2i/d), i = 0 .. d/2-1 (RoFormer, sec. 3.2.2), scaled as in Llama 3.1 where the config says so.
+
+    Llama 3.1: wavelengths above original/low_freq_factor are stretched by `factor`, those below
+    original/high_freq_factor are kept, those between are interpolated linearly in original/wavelength.
+
+    Returns:
+        fp32 [head_dim / 2].
+    """
+    exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.int64, device="cpu").float() / hf.head_dim
+    frequencies = 1.0 / (hf.rope_theta ** exponents)
+    scaling = hf.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # original length / wavelength
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def angles(positions_t: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Angles in the layout that Megatron's unfused rotary code takes: fp32 [tokens, 1, 1, head_dim]."""
+    half_td = positions_t.to(torch.float32)[:, None] * frequencies
+    return torch.cat((half_td, half_td), dim=-1)[:, None, None, :]

@@ -1,0 +1,194 @@
+"""The router of the MoE layers: Megatron's top-k routing with megarl's balancing loss, z-loss and load counts.
+
+The losses are sums over tokens with one global divisor, so they do not depend on how an optimizer step is cut into
+ranks and micro-batches (Megatron's own balancing loss does). With T real tokens in the step, k experts per token, N
+experts, and per layer
+
+    f_e = tokens of the step that went to expert e / (T k)      counted before, no gradient flows through it
+    p_te = softmax(router logits of token t)_e
+
+    balance = coefficient * N * sum over real tokens t, experts e of f_e p_te / T        (Switch Transformer, eq. 4)
+    z       = z coefficient * sum over real tokens t of logsumexp(router logits of t)^2 / T       (ST-MoE, eq. 5)
+
+and layers are added. Each rank adds the terms of its own tokens; summing gradients over ranks, as for the main loss,
+completes them. f over the whole step is the global-batch form of Qiu et al. (2025, arXiv 2501.11873).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import is_checkpointing
+from megatron.core.transformer.moe.router import TopKRouter
+
+from megarl.config.schema import BalanceConfig
+
+
+class RouterState:
+    """What the routers of one chunk share: counts, the step's constants, logged losses, recorded or forced routing.
+
+    Attributes:
+        counts: int64 [layers here, experts], real tokens per expert, added up in forwards while `recording`. Tokens of
+            this rank: sum over tensor (under sequence parallelism), context and data ranks for the step's.
+        recording: whether forwards count.
+        balance, z: fp64 scalars, the losses (with their coefficients) of this rank's tokens, added up in training
+            forwards; summed over the ranks of a stage and the stages they do not depend on the layout.
+        choices: while `keep_choices`, the last forward's experts, int64 [tokens here, k] per layer.
+        margin: while `keep_choices`, the smallest distance between the logits of the k-th and the next expert.
+    """
+
+    def __init__(self, layers: int, experts: int, balance: BalanceConfig, device: torch.device) -> None:
+        self.form, self.coefficient, self.z_coefficient = balance.form, balance.coefficient, balance.z_loss
+        self.counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+        self.recording = False
+        self.balance = torch.zeros((), dtype=torch.float64, device=device)
+        self.z = torch.zeros((), dtype=torch.float64, device=device)
+        self.fractions: torch.Tensor | None = None
+        self.global_tokens = 0
+        self.keep_choices = False
+        self.choices: dict[int, torch.Tensor] = {}
+        self.margin = float("inf")
+        self.replay: torch.Tensor | None = None
+        self.replay_refused = ""
+
+    def reset(self) -> None:
+        """Zero the counts and the logged losses; forget the margin."""
+        for tensor in (self.counts, self.balance, self.z):
+            tensor.zero_()
+        self.margin = float("inf")
+
+    def set_step(self, fractions: torch.Tensor | None, global_tokens: int) -> None:
+        """Give the constants of an optimizer step, before its first training forward.
+
+        Args:
+            fractions: f, [layers here, experts], each row summing to 1; None for the forms that do not use it.
+            global_tokens: real tokens of the step, over all ranks and micro-batches.
+        """
+        if global_tokens < 1:
+            raise ValueError(f"{global_tokens} real tokens in a step")
+        if fractions is not None:
+            if fractions.shape != self.counts.shape:
+                raise ValueError(f"fractions {tuple(fractions.shape)}, this chunk has {tuple(self.counts.shape)}")
+            fractions = fractions.to(device=self.counts.device, dtype=torch.float32)
+        self.fractions, self.global_tokens = fractions, global_tokens
+
+    def set_replay(self, choices: torch.Tensor | None) -> None:
+        """Force the routing of the forwards to come.
+
+        Args:
+            choices: int64 [layers here, tokens here, k], in the order of the tokens that this rank's routers see (its
+                share under sequence parallelism); None: route freely again.
+        """
+        if choices is not None and self.replay_refused:
+            raise RuntimeError(f"routing cannot be replayed: {self.replay_refused}")
+        self.replay = choices
+
+
+class _AddLoss(torch.autograd.Function):
+    """Returns its first argument; in the backward pass the second, a loss, gets the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.like = loss.detach()
+        return activation.view_as(activation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.ones_like(ctx.like)
+
+
+class _TopK:
+    """Chooses a layer's experts: freely, or as replayed. Megatron's routing code asks `get_replay_topk` for them."""
+
+    def __init__(self, state: RouterState, layer: int) -> None:
+        self.state, self.layer = state, layer
+
+    def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any,
+                        compute: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and indices [tokens, k] of `scores` [tokens, experts]."""
+        if self.state.replay is None:
+            values, chosen = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        else:
+            chosen = self.state.replay[self.layer].to(scores.device)
+            values = scores.gather(1, chosen)
+        if self.state.keep_choices:
+            self.state.choices[self.layer] = chosen
+        return values, chosen
+
+
+class Router(TopKRouter):
+    """Megatron's top-k router; `attach` connects it to its chunk."""
+
+    def attach(self, state: RouterState, layer: int) -> None:
+        """Connect to the chunk's state; `layer` is this router's number in the chunk."""
+        self.state, self.layer = state, layer
+        self.router_replay = _TopK(state, layer)
+        if self.config.moe_router_fusion:
+            state.replay_refused = "moe_router_fusion chooses experts inside a kernel"
+        elif self.config.recompute_granularity == "full":
+            state.replay_refused = "a recomputed forward would replay a later micro-batch's routing"
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        """Route the tokens, count them, and attach this rank's share of the losses.
+
+        Args:
+            logits: [tokens, 1, experts].
+            padding_mask: bool [tokens, 1], True is padding.
+
+        Returns:
+            (weights [tokens, experts], zero for experts not chosen; map bool [tokens, experts]).
+        """
+        state, experts = self.state, self.config.num_moe_experts
+        probs, chosen = super().routing(logits, padding_mask)
+        logits = logits.reshape(-1, experts)
+        real = ~padding_mask.reshape(-1) if padding_mask is not None else torch.ones_like(chosen[:, 0])
+        recomputing = is_checkpointing() and torch.is_grad_enabled()
+        if state.recording and not recomputing:
+            state.counts[self.layer] += (chosen & real[:, None]).sum(0)
+        if state.keep_choices:
+            top = logits.detach()[real].topk(min(self.topk + 1, experts)).values
+            if top.numel() and top.size(1) > self.topk:
+                state.margin = min(state.margin, float((top[:, -2] - top[:, -1]).min()))
+        if self.training and torch.is_grad_enabled():
+            probs = self._attach_losses(probs, logits.float(), real)
+        return probs, chosen
+
+    def _attach_losses(self, probs: torch.Tensor, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """Add the terms of this rank's real tokens. logits fp32 [tokens, experts], real bool [tokens]."""
+        state = self.state
+        balanced = state.form == "global" and state.coefficient > 0
+        if not balanced and not state.z_coefficient:
+            return probs
+        if not state.global_tokens or (balanced and state.fractions is None):
+            raise RuntimeError("RouterState.set_step was not called before a training forward")
+        loss = logits.new_zeros(())
+        zero = logits.new_zeros(())
+        if balanced:
+            weight = state.coefficient * logits.size(1) * state.fractions[self.layer] / state.global_tokens
+            balance = torch.where(real, logits.softmax(-1) @ weight, zero).sum()
+            state.balance += balance.detach()
+            loss = loss + balance
+        if state.z_coefficient:
+            z = torch.where(real, logits.logsumexp(-1).square(), zero).sum() * (
+                state.z_coefficient / state.global_tokens)
+            state.z += z.detach()
+            loss = loss + z
+        return _AddLoss.apply(probs, loss)
+
+    def attach_and_log_load_balancing_loss(self, activation: torch.Tensor, aux_loss_coeff: float,
+                                           aux_loss: torch.Tensor, aux_loss_name: str, reduce_group: Any,
+                                           reduce_group_has_dp: bool = False,
+                                           valid_token_count: Any = None) -> torch.Tensor:
+        """Form `megatron`: scale Megatron's loss of this micro-batch, of which `aux_loss` is this rank's share.
+
+        Its weight is the micro-batch's part of the step's real tokens, so that the step's loss is the token-weighted
+        mean over micro-batches. (Megatron multiplies by this rank's token count and counts on a division later.)
+        """
+        tokens = torch.as_tensor(valid_token_count, dtype=torch.float32, device=activation.device).clone()
+        torch.distributed.all_reduce(tokens, group=reduce_group)
+        if not self.state.global_tokens:
+            raise RuntimeError("RouterState.set_step was not called before a training forward")
+        loss = aux_loss * (tokens / self.state.global_tokens)
+        self.state.balance += loss.detach()
+        return _AddLoss.apply(activation, loss)

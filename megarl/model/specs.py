@@ -1,0 +1,63 @@
+"""Layer specs of the two implementations, for a stage with a given number of layers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megarl.model.attention import PackedAttention
+from megarl.model.norm import RMSNorm
+from megarl.model.router import Router
+
+
+def block_spec(config: TransformerConfig, implementation: Literal["local", "transformer_engine"],
+               layers: int) -> TransformerBlockSubmodules:
+    """A block of equal layers and a final norm (which Megatron builds on the last stage only)."""
+    if implementation == "local":
+        layer, norm = local_layer(config), RMSNorm
+    else:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = transformer_engine_layer(config), TENorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+def local_layer(config: TransformerConfig) -> ModuleSpec:
+    """Megatron-core's own linears and experts, with megarl's RMSNorm, packed attention and router."""
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if config.num_moe_experts:
+        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=linears)
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear,
+            q_layernorm=head_norm, k_layernorm=head_norm))
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
+        input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add))
+
+
+def transformer_engine_layer(config: TransformerConfig) -> ModuleSpec:
+    """Megatron-core's Transformer Engine layer, with megarl's router."""
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
+    if config.num_moe_experts:
+        layer.submodules.mlp.submodules.router = Router
+    return layer
