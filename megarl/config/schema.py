@@ -37,7 +37,7 @@ class ClusterConfig(Section):
     store: str = Field("auto", description="control store: auto (trainer 0 hosts it) or host:port")
     timeout_s: PositiveFloat = Field(600.0, description="timeout of every collective, seconds")
     start_timeout_s: PositiveFloat = Field(300.0, description="until all ranks and engines are there, seconds")
-    lease_timeout_s: PositiveFloat = Field(60.0, description="a rank or engine without a sign of life for so long is dead")
+    lease_timeout_s: PositiveFloat = Field(60.0, description="silence after which a rank or an engine is dead")
 
 
 class ParallelConfig(Section):

@@ -188,6 +188,12 @@ class Registrar:
         """Replace the engine's record."""
         self._store.set(f"engine/{record.id}", json.dumps(asdict(record)))
 
+    def last_incarnation(self, engine: str) -> int:
+        """The newest incarnation on record, 0 if there is none (an earlier process of this rank may have left one)."""
+        if not self._store.check([f"engine/{engine}"]):
+            return 0
+        return json.loads(self._store.get(f"engine/{engine}"))["incarnation"]
+
     def beat(self) -> None:
         """Move this supervisor's lease."""
         self._store.add(f"lease/{self._rank}", 1)

@@ -1,0 +1,169 @@
+"""One group from the fleet: choose an engine, ask, check the answer, ask another one if it failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import numpy as np
+
+from megarl.config.schema import Config
+from megarl.data.sample import Group, Prompt, Sample
+from megarl.errors import MachineFault
+from megarl.rollout.client import EngineClient, EngineFailed, EngineLost, EngineTimeout, backoff_s
+from megarl.rollout.fleet import Balancer, EngineRecord, Fleet
+from megarl.rollout.protocol import (
+    BadAnswer,
+    Completion,
+    EngineError,
+    Expected,
+    GenerateRequest,
+    Sampling,
+    WrongVersion,
+)
+
+log = logging.getLogger(__name__)
+
+REGISTRY_AGE_S = 0.2
+ABORT_TIMEOUT_S = 5.0
+
+
+class Aborted(EngineError):
+    """The engine ended the request before its time."""
+
+    reason = "aborted"
+
+
+# What another attempt may cure. EngineRefused is not among them: the same request would be refused again.
+CURABLE = (EngineLost, EngineFailed, BadAnswer, WrongVersion, Aborted)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all groups of one collection have in common.
+
+    Attributes:
+        sampling: parameters of the request, `n` included.
+        expected: which weights may answer; None accepts any.
+        counts: additive counters of this leader, filled while the work goes on.
+    """
+
+    sampling: Sampling
+    expected: Expected | None
+    counts: Counter[str]
+
+
+class Issuer:
+    """Gets groups from engines; lives in one event loop.
+
+    Args:
+        config: `rollout` (retries, timeouts, which engine).
+        fleet: where engines are found.
+        session: from `client.open_session`.
+        rid_prefix: unique to this leader in this life of the job.
+        leader_index: where the choice among equally loaded engines begins.
+        vocab_size: token ids are below it.
+        decode: token ids -> text without special tokens; for rewards and records only.
+    """
+
+    def __init__(self, config: Config, fleet: Fleet, session: aiohttp.ClientSession, *, rid_prefix: str,
+                 leader_index: int, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> None:
+        self._rollout, self._fleet, self._session = config.rollout, fleet, session
+        self._rid_prefix, self._serial = rid_prefix, 0
+        self._balancer = Balancer(leader_index)
+        self._vocab_size, self._decode = vocab_size, decode
+        self._seeded = config.rollout.engine == "embedded"  # SGLang takes no seed per sample
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def group(self, prompt: Prompt, seeds: Sequence[int], work: Work) -> Group | None:
+        """All samples of `prompt`, or None if every attempt failed (counted under `dropped`).
+
+        Raises:
+            EngineRefused: an engine refuses the request itself.
+            MachineFault: no engine with current weights for `rollout.no_engine_timeout_s`.
+        """
+        avoid: set[tuple[str, int]] = set()
+        for attempt in range(self._rollout.retries + 1):
+            if attempt:
+                work.counts["retries"] += 1
+                await asyncio.sleep(backoff_s(attempt - 1))
+            engine = await self._engine(avoid, fresh=attempt > 0)
+            begun = time.monotonic()
+            try:
+                completions = await self._ask(engine, prompt, seeds, work)
+            except CURABLE as error:
+                work.counts[f"failed/{error.reason}"] += 1
+                log.warning("prompt %d, attempt %d of %d: %s", prompt.position, attempt + 1,
+                            self._rollout.retries + 1, error)
+                avoid.add(engine.key)
+                continue
+            finally:
+                self._balancer.give_back(engine)
+            work.counts["request_seconds"] += time.monotonic() - begun
+            work.counts[f"engine/{engine.id}"] += 1
+            return self._build(prompt, seeds, completions, work.counts)
+        work.counts["dropped"] += 1
+        return None
+
+    async def close(self) -> None:
+        """End what is under way: requests are cancelled, and their engines told so."""
+        under_way = asyncio.all_tasks() - {asyncio.current_task()} - self._aborts
+        for task in under_way:
+            task.cancel()
+        for tasks in (under_way, self._aborts):
+            if tasks:
+                await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
+
+    async def _engine(self, avoid: set[tuple[str, int]], *, fresh: bool) -> EngineRecord:
+        """An engine with current weights, waiting for one if need be; MachineFault after no_engine_timeout_s."""
+        deadline = time.monotonic() + self._rollout.no_engine_timeout_s
+        while True:
+            engines = self._fleet.synced_engines(max_age_s=0.0 if fresh else REGISTRY_AGE_S)
+            if engines:
+                return self._balancer.take(engines, avoid)
+            self._fleet.raise_failures()
+            if time.monotonic() > deadline:
+                raise MachineFault(f"no engine holds this run's weights since {self._rollout.no_engine_timeout_s:.0f} "
+                                   f"s: {self._fleet.describe_missing(engines)}")
+            await asyncio.sleep(REGISTRY_AGE_S)
+
+    async def _ask(self, engine: EngineRecord, prompt: Prompt, seeds: Sequence[int], work: Work) -> list[Completion]:
+        """One attempt; a request that may still be running when it ends is aborted in the background."""
+        self._serial += 1
+        request = GenerateRequest(f"{self._rid_prefix}/{self._serial}/p{prompt.position}/", prompt.token_ids,
+                                  work.sampling, tuple(seeds) if self._seeded else None)
+        client = EngineClient(engine.url, self._session, request_timeout_s=self._rollout.request_timeout_s)
+        try:
+            completions = await client.generate(request, vocab_size=self._vocab_size, expected=work.expected)
+        except (asyncio.CancelledError, EngineTimeout):
+            task = asyncio.create_task(self._abort(client, request.rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+            raise
+        if any(completion.finish == "abort" for completion in completions):
+            raise Aborted(f"{engine.url} aborted {request.rid}")
+        return completions
+
+    async def _abort(self, client: EngineClient, rid: str) -> None:
+        try:
+            await client.abort(rid, timeout_s=ABORT_TIMEOUT_S)
+        except EngineError as error:
+            log.warning("could not abort %s: %s", rid, error)  # its engine is lost or hangs: the supervisor's affair
+
+    def _build(self, prompt: Prompt, seeds: Sequence[int], completions: list[Completion],
+               counts: Counter[str]) -> Group:
+        samples = [Sample(prompt, n, seed, done.response_ids, done.logprobs, done.finish,
+                          self._decode(done.response_ids.tolist()), done.versions)
+                   for n, (seed, done) in enumerate(zip(seeds, completions, strict=True))]
+        counts["groups"] += 1
+        counts["samples"] += len(samples)
+        counts["prompt_tokens"] += len(prompt.token_ids) * len(samples)
+        counts["cached_tokens"] += sum(done.cached_tokens for done in completions)
+        counts["response_tokens"] += int(np.sum([len(done.response_ids) for done in completions]))
+        counts["truncated"] += sum(done.finish == "length" for done in completions)
+        return Group(prompt, samples)

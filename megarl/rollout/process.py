@@ -1,0 +1,207 @@
+"""One engine as a child process: its command, its environment, its log, its health and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+
+from megarl.config.schema import Config
+from megarl.errors import EXIT_MISTAKE, MachineFault, UserMistake
+from megarl.rollout.client import EngineClient, EngineError
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+PROGRESS_S = 15.0  # between lines that say that an engine is still starting
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_CHILD = Path(__file__).with_name("child.py")
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+# An engine that inherits these takes part in the trainers' rendezvous (or hangs in its own), or ends their run.
+_NOT_INHERITED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                  "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RUN_DIR")
+
+
+def engine_command(config: Config, number: int, local_rank: int, host: str, port: int, version: str) -> list[str]:
+    """The command line of an engine.
+
+    Args:
+        config: `rollout.engine` says which one; `sglang` options pass through under their own names.
+        number: of this engine within its rollout rank.
+        local_rank: of the rollout rank on its host; an SGLang engine takes the GPUs from
+            (local_rank * engines_per_rank + number) * tp_size on, unless `sglang.base_gpu_id` is set.
+        host, port: where it listens.
+        version: name of the weights it starts with, which no trainer published.
+    """
+    common = ["--model-path", config.model.path, "--host", host, "--port", str(port),
+              "--dtype", _DTYPES[config.model.dtype], "--weight-version", version]
+    if config.rollout.engine == "embedded":
+        return [sys.executable, "-m", "megarl.rollout.embedded", *common, "--slots", str(config.rollout.slots)]
+    options = dict(config.sglang)
+    first_gpu = (local_rank * config.rollout.engines_per_rank + number) * int(options.get("tp_size", 1))
+    options.setdefault("base_gpu_id", first_gpu)
+    return [config.rollout.sglang_python or sys.executable, "-m", "sglang.launch_server", *common, *_flags(options)]
+
+
+def _flags(options: dict) -> list[str]:
+    """`{"tp_size": 2, "disable_radix_cache": True}` -> `--tp-size 2 --disable-radix-cache`; False and None: nothing."""
+    flags = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if isinstance(value, list):
+            flags += [str(item) for item in value]
+        elif value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def engine_environment() -> dict[str, str]:
+    """This process's environment without the launcher's variables (facts: with them an engine hangs at its start)."""
+    kept = {name: value for name, value in os.environ.items()
+            if name not in _NOT_INHERITED and not name.startswith("TORCHELASTIC_")}
+    return {**kept, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago; whoever starts there must cope with having lost it since."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def engine_url(host: str, port: int) -> str:
+    """`http://host:port`, an IPv6 address in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class EngineProcess:
+    """A running engine; made by `start`.
+
+    Attributes:
+        name: for logs.
+        url: where it listens once it is up.
+        log_path: its stdout and stderr, appended.
+    """
+
+    def __init__(self, name: str, url: str, version: str, log_path: Path, log_offset: int,
+                 process: asyncio.subprocess.Process) -> None:
+        self.name, self.url, self.log_path = name, url, log_path
+        self._version, self._log_offset, self._process = version, log_offset, process
+
+    @classmethod
+    async def start(cls, name: str, command: list[str], url: str, version: str, log_path: Path) -> EngineProcess:
+        """Start `command` in a process group of its own, killed by the kernel if this process dies.
+
+        Must be called from the main thread: the kernel's promise is bound to the thread that forks.
+        """
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_path, "ab") as file:
+            file.write(f"--- {' '.join(command)}\n".encode())
+            file.flush()
+            offset = file.tell()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, str(_CHILD), str(os.getpid()), *command, stdin=asyncio.subprocess.DEVNULL, stdout=file,
+                stderr=asyncio.subprocess.STDOUT, env=engine_environment(), start_new_session=True)
+        return cls(name, url, version, log_path, offset, process)
+
+    @property
+    def pid(self) -> int:
+        """Its process id, also of its process group."""
+        return self._process.pid
+
+    async def wait_healthy(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        """Until it answers /health and proves by its weight version that it is this process.
+
+        The proof matters: another process may have taken the port since it was picked.
+
+        Raises:
+            UserMistake: it ended with status 64; the message is its own.
+            MachineFault: it ended otherwise, or did not answer in time.
+        """
+        client = EngineClient(self.url, session, control_timeout_s=5.0, retries=0)
+        begun, told = time.monotonic(), 0.0
+        while True:
+            if self._process.returncode is not None:
+                raise self.death()
+            try:
+                await client.health()
+                info = await client.model_info()
+                if info.weight_version == self._version:
+                    return
+            except EngineError:
+                pass  # not yet: connection refused while it loads; the deadline below bounds it
+            waited = time.monotonic() - begun
+            if waited > timeout_s:
+                raise MachineFault(f"{self.name} did not answer within {timeout_s:.0f} s; see {self.log_path}")
+            if waited - told > PROGRESS_S:
+                told = waited
+                log.info("%s is starting (%.0f s); log: %s", self.name, waited, self.log_path)
+            await asyncio.sleep(POLL_S)
+
+    async def wait_death(self, session: aiohttp.ClientSession, silence_s: float) -> MachineFault | UserMistake:
+        """Return why it died, once it has: it ended, or answered no health check for `silence_s`."""
+        interval = min(5.0, silence_s / 4)
+        client = EngineClient(self.url, session, control_timeout_s=interval, retries=0)
+        heard = time.monotonic()
+        while True:
+            try:
+                await asyncio.wait_for(self._process.wait(), interval)
+                return self.death()
+            except TimeoutError:
+                pass  # the good case: it still runs
+            try:
+                await client.health()
+                heard = time.monotonic()
+            except EngineError as error:
+                if time.monotonic() - heard > silence_s:
+                    return MachineFault(f"{self.name} has been silent for {silence_s:.0f} s: {error}")
+
+    def death(self) -> MachineFault | UserMistake:
+        """Why an ended process ended, with its own last words."""
+        code = self._process.returncode
+        if code == EXIT_MISTAKE:
+            return UserMistake(self._last_words(whole_message=True))
+        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return MachineFault(f"{self.name} {cause}; {self.log_path} ends: {self._last_words()}")
+
+    def _last_words(self, whole_message: bool = False) -> str:
+        """The end of its log: the last line, or everything from the last line that begins with `error: ` on."""
+        with open(self.log_path, "rb") as file:
+            file.seek(self._log_offset)
+            lines = [line for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
+        starts = [place for place, line in enumerate(lines) if line.startswith("error: ")]
+        if whole_message and starts:
+            return "\n".join(lines[starts[-1]:]).removeprefix("error: ")
+        return lines[-1][-500:] if lines else "(nothing)"
+
+    async def stop(self) -> None:
+        """End it and everything in its process group: SIGTERM, after a grace period SIGKILL."""
+        if self._process.returncode is None:
+            self._signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), GRACE_S)
+            except TimeoutError:
+                log.warning("%s did not end %.0f s after SIGTERM, killing it", self.name, GRACE_S)
+        self._signal(signal.SIGKILL)  # also what its main process left behind
+        await self._process.wait()
+
+    async def kill(self) -> None:
+        """End it and its process group at once."""
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass  # nobody is left, which is what a signal is for

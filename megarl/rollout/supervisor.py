@@ -1,0 +1,216 @@
+"""The main program of a rollout rank: keeps engines running until the trainers are done or gone.
+
+It holds no model and no device context. Each engine is a child process; a dead one is taken out of the fleet's
+registry, started again after a pause, and registered under a new incarnation, which generates nothing until the next
+publish of weights has reached it. However this program ends, its engines end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+from torch.distributed import DistError, Store
+
+from megarl.cluster.partition import Partition
+from megarl.config.schema import Config
+from megarl.errors import MachineFault, MegarlError, UserMistake
+from megarl.rollout.client import open_session
+from megarl.rollout.fleet import EngineRecord, Registrar, stopped
+from megarl.rollout.lease import BEAT_S, LeaseWatch
+from megarl.rollout.process import EngineProcess, engine_command, engine_url, free_port
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.1
+RESTART_PAUSE_S = 0.5  # before an engine is started again; doubles with each failed start in a row
+RESTART_PAUSE_MOST_S = 30.0
+
+
+def supervise(config: Config, partition: Partition, store: Store, run_dir: Path | str, *,
+              address: str = "127.0.0.1") -> None:
+    """Run this rank's engines until the trainers request the stop; must be called from the main thread.
+
+    Args:
+        config: `rollout` says how many engines of which kind, `cluster` the timeouts.
+        partition: this rank's place; `rollout_index` names its engines `<rollout_index>.<number>`.
+        store: the control store of this life of the job.
+        run_dir: engines log to `run_dir/logs/engine-<id>.log`.
+        address: of the interface that engines bind to; loopback where the whole job is on this host.
+    Raises:
+        UserMistake: an engine ended with status 64; its message.
+        MachineFault: an engine failed to start `rollout.start_attempts` times in a row; the trainers' lease stands
+            still for `cluster.lease_timeout_s` (or never began within `cluster.start_timeout_s`); the control store
+            or the parent process is gone; SIGTERM or SIGINT.
+    """
+    asyncio.run(_Supervisor(config, partition, store, Path(run_dir), address).run())
+
+
+class _Link(threading.Thread):
+    """All talk with the control store, in a thread: a store that hangs must not keep the supervisor from acting.
+
+    Attributes:
+        trainers: watch of the trainers' lease.
+        trainers_seen: whether it has ever moved.
+        stop_reason: why the trainers asked to stop, or None.
+        condemned: engine id -> (incarnation, why).
+        failure: what ended the talk, or None.
+    """
+
+    def __init__(self, registrar: Registrar, engines: list[str]) -> None:
+        super().__init__(name="control store", daemon=True)
+        self.trainers, self.trainers_seen = LeaseWatch(), False
+        self.stop_reason: str | None = None
+        self.condemned = dict.fromkeys(engines, (0, ""))
+        self.failure: DistError | None = None
+        self._registrar, self._outbox = registrar, queue.SimpleQueue()
+
+    def write(self, record: EngineRecord) -> None:
+        """Have the record written soon, after those given before."""
+        self._outbox.put(record)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is left and end; gives up after `timeout_s`."""
+        self._outbox.put(None)
+        self.join(timeout_s)
+
+    def run(self) -> None:
+        """Beat, read, write; until closed or the store fails."""
+        try:
+            while True:
+                self._registrar.beat()
+                beats = self._registrar.trainers_beat()
+                self.trainers.observe(beats)
+                self.trainers_seen |= beats > 0
+                self.stop_reason = self._registrar.stop_reason()
+                for engine in self.condemned:
+                    self.condemned[engine] = self._registrar.condemned(engine)
+                if not self._write_outbox(BEAT_S / 4):
+                    return
+        except DistError as error:
+            self.failure = error
+
+    def _write_outbox(self, wait_s: float) -> bool:
+        """Write records as they come, for `wait_s` after the last one; False once closed."""
+        while True:
+            try:
+                record = self._outbox.get(timeout=wait_s)
+            except queue.Empty:
+                return True
+            if record is None:
+                return False
+            self._registrar.write(record)
+
+
+class _Supervisor:
+    def __init__(self, config: Config, partition: Partition, store: Store, run_dir: Path, address: str) -> None:
+        self._config, self._address, self._logs = config, address, run_dir / "logs"
+        self._local_rank = partition.local_rank
+        self._ids = [f"{partition.rollout_index}.{number}" for number in range(config.rollout.engines_per_rank)]
+        registrar = Registrar(store, partition.rollout_index)
+        self._first_incarnation = {name: registrar.last_incarnation(name) + 1 for name in self._ids}
+        self._link = _Link(registrar, self._ids)
+        self._parent = os.getppid()
+        self._signal: signal.Signals | None = None
+
+    async def run(self) -> None:
+        """Keep the engines until there is a reason to end; engines are dead when this returns or raises."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._link.start()
+        async with open_session() as session:
+            tasks = [asyncio.create_task(self._watch_trainers())]
+            tasks += [asyncio.create_task(self._keep(number, name, session)) for number, name in enumerate(self._ids)]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                self._link.close(timeout_s=2 * BEAT_S)
+        for task in done:
+            task.result()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._signal = number
+
+    async def _watch_trainers(self) -> None:
+        """Return when the trainers ask to stop; raise when they, the store or the parent are gone."""
+        cluster = self._config.cluster
+        while True:
+            if self._link.stop_reason is not None:
+                log.info("stopping engines: %s", self._link.stop_reason)
+                return
+            if self._signal is not None:
+                raise MachineFault(f"rollout rank ended by {self._signal.name}")
+            if os.getppid() != self._parent:
+                raise MachineFault("the launcher of this rollout rank is gone")
+            if self._link.failure is not None:
+                raise MachineFault(f"the control store is gone: {str(self._link.failure).splitlines()[0]}")
+            limit = cluster.lease_timeout_s if self._link.trainers_seen else cluster.start_timeout_s
+            if self._link.trainers.quiet_s > limit:
+                raise MachineFault(f"no sign of life from trainer 0 for {limit:.0f} s")
+            await asyncio.sleep(WATCH_S)
+
+    async def _keep(self, number: int, name: str, session: aiohttp.ClientSession) -> None:
+        """Run one engine, again and again; ends only by raising (or by being cancelled)."""
+        record, failures = EngineRecord(name, self._first_incarnation[name]), 0
+        while True:
+            self._link.write(record)
+            engine = await self._start(number, record)
+            try:
+                cause, was_up = await self._live(engine, record, session)
+                failures = 0 if was_up else failures + 1
+                given_up = isinstance(cause, UserMistake) or failures >= self._config.rollout.start_attempts
+                self._link.write(stopped(record, "failed" if given_up else "down", str(cause), cause.status))
+            except asyncio.CancelledError:
+                self._link.write(stopped(record, "stopped"))
+                raise
+            finally:
+                await engine.stop()
+            if given_up:
+                raise cause
+            log.warning("%s; starting it again", cause)
+            await asyncio.sleep(min(RESTART_PAUSE_MOST_S, RESTART_PAUSE_S * 2**failures))
+            record = EngineRecord(name, record.incarnation + 1)
+
+    async def _live(self, engine: EngineProcess, record: EngineRecord,
+                    session: aiohttp.ClientSession) -> tuple[MegarlError, bool]:
+        """From its start to its death: (why it died, whether it ever was up)."""
+        try:
+            await engine.wait_healthy(session, self._config.cluster.start_timeout_s)
+        except MegarlError as error:
+            return error, False
+        self._link.write(replace(record, state="up", url=engine.url))
+        log.info("%s is up at %s", engine.name, engine.url)
+        return await self._until_death(engine, record, session), True
+
+    async def _start(self, number: int, record: EngineRecord) -> EngineProcess:
+        """Start the engine's process on a port that is free now; a clash costs this start, the next takes another."""
+        port = free_port(self._address)
+        version = f"own-{record.id}-{record.incarnation}-{os.getpid()}"  # no trainer published it: serves nothing
+        command = engine_command(self._config, number, self._local_rank, self._address, port, version)
+        return await EngineProcess.start(f"engine {record.id}", command, engine_url(self._address, port), version,
+                                         self._logs / f"engine-{record.id}.log")
+
+    async def _until_death(self, engine: EngineProcess, record: EngineRecord,
+                           session: aiohttp.ClientSession) -> MegarlError:
+        """Why the engine is dead: it died, fell silent, or the trainers condemned this incarnation."""
+        death = asyncio.create_task(engine.wait_death(session, self._config.cluster.lease_timeout_s))
+        try:
+            while not death.done():
+                incarnation, why = self._link.condemned[record.id]
+                if incarnation == record.incarnation:
+                    return MachineFault(f"{engine.name} was condemned: {why}")
+                await asyncio.wait({death}, timeout=WATCH_S)
+            return death.result()
+        finally:
+            death.cancel()
