@@ -30,6 +30,7 @@ class Key:
         default: JSON text; "" where the key must be given.
         description: one sentence.
         section: whether it holds keys of its own.
+        listed: whether it is a list of sections.
     """
 
     path: str
@@ -37,6 +38,7 @@ class Key:
     default: str
     description: str
     section: bool
+    listed: bool
 
 
 def expects(annotation: Any, constraints: Sequence[Any] = ()) -> str:
@@ -83,12 +85,10 @@ def _entries(annotation: Any) -> type[BaseModel] | None:
 def _key(path: str, field: FieldInfo) -> Key:
     missing = field.default is PydanticUndefined and field.default_factory is None
     default = None if missing else field.get_default(call_default_factory=True)
-    section = bool(_section(field.annotation) or _entries(field.annotation))
-    if section:
-        text = "" if missing else "[]" if _entries(field.annotation) else "{}"
-    else:
-        text = "" if missing else json.dumps(default)
-    return Key(path, expects(field.annotation, field.metadata), text, field.description or "", section)
+    listed = _entries(field.annotation) is not None
+    section = listed or _section(field.annotation) is not None
+    text = "" if missing else ("[]" if listed else "{}") if section else json.dumps(default)
+    return Key(path, expects(field.annotation, field.metadata), text, field.description or "", section, listed)
 
 
 def walk(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from megarl.config import keys
 from megarl.config.schema import Config
-from megarl.config.yaml_tree import Lines, parse
+from megarl.config.yaml_tree import Lines, dump, parse
 from megarl.errors import UserMistake, UserMistakes
 
 
@@ -99,7 +98,7 @@ def save_effective(config: Config, path: str | Path) -> None:
 
 def to_yaml(config: Config) -> str:
     """The whole tree as YAML text."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120, allow_unicode=True)
+    return dump(config.model_dump(mode="json"))
 
 
 def _fill_sections(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

@@ -15,7 +15,13 @@ from megarl.errors import UserMistake
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2's core schema."""
+    """PyYAML's safe loader with the scalars of YAML 1.2's core schema (underscores in numbers are accepted)."""
+
+    yaml_implicit_resolvers: dict[str, list] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader above would not read back as text."""
 
     yaml_implicit_resolvers: dict[str, list] = {}
 
@@ -23,11 +29,14 @@ class _Loader(yaml.SafeLoader):
 for _tag, _pattern, _first in (
         ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
         ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-        ("int", r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
+        ("int", r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
         ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
          r"|\.(?:nan|NaN|NAN)", list("-+0123456789.")),
         ("merge", r"<<", ["<"])):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+# PyYAML reads a leading 0 as octal
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value.replace("_", "")))
 
 Lines = dict[tuple[str | int, ...], int]
 
@@ -57,6 +66,11 @@ def parse(text: str, name: str) -> tuple[Any, Lines]:
         raise UserMistake(f"not YAML: {str(error).splitlines()[0]}", name) from error
     finally:
         loader.dispose()
+
+
+def dump(value: Any) -> str:
+    """Plain values as YAML text that `parse` reads back equal."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 def _walk(node: yaml.Node, path: tuple[str | int, ...], lines: Lines, name: str) -> None:

@@ -1,0 +1,115 @@
+"""Options passed through to Megatron-core and SGLang, checked against their classes where those are installed.
+
+The classes are read from their source files: importing either project is slow, and Megatron-core must not be imported
+before the device is prepared.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from megarl.config import keys
+from megarl.errors import UserMistake
+
+_MODEL = "it comes from the model's config.json"
+MEGATRON_OWNED = {  # fields that follow from other keys or from the model; set twice they could contradict
+    "tensor_model_parallel_size": "set parallel.tensor", "pipeline_model_parallel_size": "set parallel.pipeline",
+    "context_parallel_size": "set parallel.context", "expert_model_parallel_size": "set parallel.expert",
+    "expert_tensor_parallel_size": "set parallel.expert_tensor", "sequence_parallel": "set parallel.sequence",
+    "params_dtype": "set model.dtype", "pipeline_dtype": "set model.dtype", "bf16": "set model.dtype",
+    "fp16": "set model.dtype", "moe_aux_loss_coeff": "set model.balance.coefficient",
+    "moe_router_load_balancing_type": "set model.balance.form", "moe_z_loss_coeff": "set model.balance.z_loss",
+    "calculate_per_token_loss": "megarl's denominators are global already",
+    **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+                     "ffn_hidden_size", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
+                     "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias",
+                     "qk_layernorm", "activation_func"), _MODEL),
+}
+SGLANG_OWNED = {"model_path": "set model.path", "host": "megarl chooses it", "port": "megarl chooses it",
+                "dtype": "set model.dtype"}
+
+
+def check_megatron(options: Mapping[str, Any]) -> Iterator[UserMistake]:
+    """Mistakes in `megatron: {...}` against the installed TransformerConfig."""
+    fields: dict[str, Any] = {}
+    core = _package("megatron.core") if options else None
+    if core:
+        fields = {**class_fields(core / "model_parallel_config.py", "ModelParallelConfig"),
+                  **class_fields(core / "transformer" / "transformer_config.py", "TransformerConfig")}
+    yield from _check("megatron", options, fields, MEGATRON_OWNED, "TransformerConfig")
+
+
+def check_sglang(options: Mapping[str, Any]) -> Iterator[UserMistake]:
+    """Mistakes in `sglang: {...}` against the installed ServerArgs."""
+    package = _package("sglang") if options else None
+    fields = class_fields(package / "srt" / "server_args.py", "ServerArgs") if package else {}
+    yield from _check("sglang", options, fields, SGLANG_OWNED, "ServerArgs")
+
+
+def _check(section: str, options: Mapping[str, Any], fields: Mapping[str, Any], owned: Mapping[str, str],
+           class_name: str) -> Iterator[UserMistake]:
+    for name, value in options.items():
+        where = f"{section}.{name}"
+        if name in owned:
+            yield UserMistake("cannot be set here", where, owned[name])
+        elif fields and name not in fields:
+            meant = keys.close(name, list(fields))
+            yield UserMistake(f"{class_name} has no such field", where, f"did you mean {section}.{meant}?" if meant else
+                              f"use the names of the installed {section}'s {class_name}")
+        elif fields and not _fits(value, fields[name]):
+            yield UserMistake(f"{value!r} does not fit {class_name}.{name}", where,
+                              f"give a value of the type {_type_name(fields[name])}")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    try:
+        TypeAdapter(annotation).validate_python(value, strict=not isinstance(value, list))
+        return True
+    except ValidationError:
+        return False
+    except PydanticUserError:  # a type that only its own project can judge
+        return True
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+
+
+def _package(name: str) -> Path | None:
+    """Folder of an installed package, without running its code (a parent namespace package is looked up)."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def class_fields(path: Path, class_name: str) -> dict[str, Any]:
+    """Annotated fields of a class by name, read from the source; {} if the file or the class is not there.
+
+    A type that names something beyond builtins and `typing` reads as Any.
+    """
+    if not path.is_file():
+        return {}
+    names = {**vars(typing), "int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": tuple,
+             "dict": dict, "__builtins__": {}}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            return {item.target.id: _evaluate(item.annotation, names) for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    return {}
+
+
+def _evaluate(annotation: ast.expr, names: dict[str, Any]) -> Any:
+    try:
+        return eval(compile(ast.Expression(annotation), "<annotation>", "eval"), names)
+    except (NameError, AttributeError, TypeError):
+        return Any
