@@ -97,8 +97,9 @@ def test_multiple_choice_refuses_its_label(label):
 @pytest.mark.parametrize("response, label, expected", [
     (r"so \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0), ("the answer is 0.5", r"$\frac{1}{2}$", 1.0),
     (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0.0), (r"\boxed{2x + 2}", "2(x+1)", 1.0),
-    (r"\boxed{2x + 1}", "2(x+1)", 0.0), (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0), (r"\boxed{(1, 2)}", "(2, 1)", 0.0), (r"$x = 5$", "5", 1.0),
-    ("no idea", "5", 0.0), ("", "5", 0.0), (r"\boxed{\sqrt{}", "5", 0.0), (r"\boxed{42}", 42, 1.0)])
+    (r"\boxed{2x + 1}", "2(x+1)", 0.0), (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0), (r"\boxed{(1, 2)}", "(2, 1)", 0.0),
+    (r"$x = 5$", "5", 1.0), ("no idea", "5", 0.0), ("", "5", 0.0), (r"\boxed{\sqrt{}", "5", 0.0),
+    (r"\boxed{42}", 42, 1.0)])
 def test_maths(response, label, expected):
     assert score("maths", response, label) == expected
 
