@@ -1,0 +1,120 @@
+"""Many samples as a few flat arrays: what leaders hold, exchange and train on. Numpy; no pickled objects anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from megarl.data.sample import Group
+
+META_COLUMNS = 6  # position, n, prompt tokens, response tokens, reward's bits, truncated
+
+
+def offsets(lengths: np.ndarray) -> np.ndarray:
+    """Where each row of a flat array starts, and its end: int64 [n + 1]."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The numbers start, start + 1, ... (length of them) of each row, one row after the other: int64 [sum lengths]."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(np.asarray(starts, np.int64) - (ends - lengths), lengths)
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """N samples, flat.
+
+    Attributes:
+        position, n: int64 [N]; a sample's identity in the run.
+        prompt_lengths, response_lengths: int64 [N], tokens; a prompt has at least one, a response may be empty.
+        tokens: int32 [sum of both], each sample's prompt followed by its response.
+        logprobs: float32 [sum of response_lengths], the engine's.
+        rewards: float64 [N], NaN while unscored.
+        truncated: bool [N], cut by the length limit.
+    """
+
+    position: np.ndarray
+    n: np.ndarray
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    rewards: np.ndarray
+    truncated: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in ("n", "prompt_lengths", "response_lengths", "rewards", "truncated"):
+            if len(getattr(self, name)) != len(self.position):
+                raise ValueError(f"{name} has {len(getattr(self, name))} rows, position {len(self.position)}")
+        if len(self) and (self.prompt_lengths.min() < 1 or self.response_lengths.min() < 0):
+            raise ValueError("a prompt needs at least one token, a response at least none")
+        if len(self.tokens) != self.lengths.sum() or len(self.logprobs) != self.response_lengths.sum():
+            raise ValueError(f"{len(self.tokens)} tokens and {len(self.logprobs)} log-probs for lengths that sum to "
+                             f"{self.lengths.sum()} and {self.response_lengths.sum()}")
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Prompt plus response, int64 [N]."""
+        return self.prompt_lengths + self.response_lengths
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[Group]) -> SampleBatch:
+        """Flatten groups, in their order and in order of n."""
+        samples = [sample for group in groups for sample in group.samples]
+
+        def column(values: list, dtype: type) -> np.ndarray:
+            return np.array(values, dtype)
+
+        def flat(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+            return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
+
+        return cls(
+            position=column([s.prompt.position for s in samples], np.int64),
+            n=column([s.n for s in samples], np.int64),
+            prompt_lengths=column([len(s.prompt.token_ids) for s in samples], np.int64),
+            response_lengths=column([len(s.response_ids) for s in samples], np.int64),
+            tokens=flat([part for s in samples for part in (s.prompt.token_ids, s.response_ids)], np.int32),
+            logprobs=flat([s.logprobs for s in samples], np.float32),
+            rewards=column([np.nan if s.reward is None else s.reward for s in samples], np.float64),
+            truncated=column([s.finish == "length" for s in samples], np.bool_))
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
+        """The samples at `indices`, in that order."""
+        rows = np.asarray(indices, np.int64)
+        tokens = ranges(offsets(self.lengths)[rows], self.lengths[rows])
+        response = ranges(offsets(self.response_lengths)[rows], self.response_lengths[rows])
+        return SampleBatch(self.position[rows], self.n[rows], self.prompt_lengths[rows], self.response_lengths[rows],
+                           self.tokens[tokens], self.logprobs[response], self.rewards[rows], self.truncated[rows])
+
+    @classmethod
+    def concat(cls, parts: Sequence[SampleBatch]) -> SampleBatch:
+        """All samples of all parts, in order; an empty batch for no parts."""
+        parts = [cls.from_groups([]), *parts]
+        return cls(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)))
+
+    def to_wire(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Plain tensors for a collective: meta int64 [N, META_COLUMNS], tokens int64 [flat], log-probs float32 [flat].
+
+        Concatenating the tensors of several batches gives the wire of their concatenation. Rewards travel as the bits
+        of a float64.
+        """
+        meta = np.stack((self.position, self.n, self.prompt_lengths, self.response_lengths,
+                         self.rewards.view(np.int64), self.truncated.astype(np.int64)), axis=1)
+        return (torch.from_numpy(meta), torch.from_numpy(self.tokens.astype(np.int64)),
+                torch.from_numpy(self.logprobs.copy()))
+
+    @classmethod
+    def from_wire(cls, meta: torch.Tensor, ints: torch.Tensor, floats: torch.Tensor) -> SampleBatch:
+        """The inverse of `to_wire`; tensors may be on any device."""
+        table = np.ascontiguousarray(meta.cpu().numpy().T)
+        return cls(position=table[0], n=table[1], prompt_lengths=table[2], response_lengths=table[3],
+                   tokens=ints.cpu().numpy().astype(np.int32), logprobs=floats.cpu().numpy().astype(np.float32),
+                   rewards=table[4].view(np.float64), truncated=table[5].astype(np.bool_))
