@@ -204,9 +204,9 @@ def check_terms(terms: Sequence[Term], sources: Sequence[str] = ()) -> None:
         UserMistake: as `bind`; or a source without a term, or a term for a source that does not exist.
     """
     for number, term in enumerate(terms):
-        bind(term, f"reward.terms[{number}]")
+        bind(term, f"reward.terms.{number}")
         if sources and term.source and term.source not in sources:
-            raise UserMistake(f"there is no data source {term.source!r}", f"reward.terms[{number}].source",
+            raise UserMistake(f"there is no data source {term.source!r}", f"reward.terms.{number}.source",
                               _suggest(term.source, sources))
     for source in sources:
         if not any(term.source in ("", source) for term in terms):

@@ -53,7 +53,7 @@ def main(handle: int, parent: int) -> None:
     die_with(parent)
     connection = Connection(handle)
     try:
-        functions = [registry.bind(term, f"reward.terms[{number}]") for number, term in enumerate(connection.recv())]
+        functions = [registry.bind(term, f"reward.terms.{number}") for number, term in enumerate(connection.recv())]
     except UserMistake as mistake:
         connection.send(("mistake", mistake.what, mistake.where, mistake.remedy))
         return

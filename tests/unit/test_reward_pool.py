@@ -134,7 +134,7 @@ def test_a_thousand_samples():
 
 def test_mistakes_at_start():
     before = set(os.listdir("/proc"))
-    with pytest.raises(UserMistake, match=r"reward.terms\[1\].name: unknown reward function 'exct'"):
+    with pytest.raises(UserMistake, match=r"reward.terms.1.name: unknown reward function 'exct'"):
         RewardPool(config("exact", "exct"))
     with pytest.raises(UserMistake, match="reward.error_value"):
         RewardPool(config("exact", on_error="value"))

@@ -13,7 +13,7 @@ from megarl.reward.registry import PromptView, Term
 
 def mistake(name, **options):
     with pytest.raises(UserMistake) as caught:
-        registry.bind(Term(name, options=options), "reward.terms[0]")
+        registry.bind(Term(name, options=options), "reward.terms.0")
     return str(caught.value)
 
 
@@ -37,7 +37,7 @@ def test_options_are_checked():
     assert "it takes no options" in mistake("reward_cases:later", a=1)
     assert "missing a required argument: 'pattern'" in mistake("regex")
     assert "has no option 'label'" in mistake("regex", pattern="a", label="b")
-    assert "reward.terms[0].options.absolute: 'much' does not fit float" in mistake("numeric", absolute="much")
+    assert "reward.terms.0.options.absolute: 'much' does not fit float" in mistake("numeric", absolute="much")
     assert "does not fit typing.Literal['tokens'" in mistake("length", soft=1, hard=2, unit="pages")
     assert "must satisfy 0 <= soft < hard" in mistake("length", soft=2, hard=2)
     assert "is not a regular expression" in mistake("regex", pattern="(")
@@ -63,7 +63,7 @@ def test_sources():
     registry.check_terms(terms, ["a", "b"])
     with pytest.raises(UserMistake, match="no reward term applies to the data source 'c'"):
         registry.check_terms(terms, ["a", "b", "c"])
-    with pytest.raises(UserMistake, match=r"terms\[1\].source: there is no data source 'b'"):
+    with pytest.raises(UserMistake, match=r"terms.1.source: there is no data source 'b'"):
         registry.check_terms(terms, ["a"])
 
 
