@@ -68,7 +68,8 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
-        dist_checkpointing.save(self._state(progress, loading=False, with_random=True), str(partial), content_metadata=_METADATA)
+        state = self._state(progress, loading=False, with_random=True)
+        dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(final, ignore_errors=True)
