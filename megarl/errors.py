@@ -80,11 +80,18 @@ def run_main(main: Callable[[list[str]], None], argv: list[str]) -> int:
     except Exception as error:  # told and turned into a status, as the outermost frame must
         traceback.print_exc()
         summary = str(error).strip().splitlines()[:1] or [""]
-        status, message = (EXIT_FAULT if _is_fault(error) else EXIT_BUG), f"{type(error).__name__}: {summary[0]}"
+        status = EXIT_FAULT if _is_fault(error) else EXIT_BUG
+        message = f"{type(error).__name__}: {summary[0]}{_log_hint()}"
     run_dir = os.environ.get("MEGARL_RUN_DIR")
     if run_dir is None or write_exit(run_dir, status, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
     return status
+
+
+def _log_hint() -> str:
+    """Where torchrun put this rank's stderr, if it did: beside the error file that it names in the environment."""
+    log = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent / "stderr.log"
+    return f"; traceback in {log}" if log.is_file() else ""
 
 
 def _is_fault(error: Exception) -> bool:

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Makes the virtual environment and installs megarl into it; does nothing where that is done already.
+#   bash launch/setup.sh
+# MEGARL_VENV=DIR        where (default: the active environment, else .venv)
+# MEGARL_EXTRAS=a,b      what (default cpu,rewards,dev; on a cluster: gpu,rewards)
+# PYTHON=python3.12      which interpreter a new environment is made with (3.11 or newer)
+set -euo pipefail
+# shellcheck source=launch/python.sh
+source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
+extras="${MEGARL_EXTRAS:-cpu,rewards,dev}"
+log="$venv/megarl-setup.log"
+
+fail() {
+    printf 'error: %s\n' "$1" >&2
+    exit 64
+}
+
+say() {
+    printf '[setup %3d s] %s\n' "$SECONDS" "$1"
+}
+
+make_venv() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            say "making $venv with $("$candidate" --version)"
+            "$candidate" -m venv "$venv" || fail "$candidate -m venv failed; on Debian: apt-get install python3-venv"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 bash launch/setup.sh"
+}
+
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1
+}
+
+# The CPU build of torch is a fifth of the plain one, which brings CUDA libraries. Taken from the configured index,
+# else from PyTorch's own; where neither has it, the plain one is installed with the rest.
+install_cpu_torch() {
+    local build
+    build="torch==$("$venv/bin/python" -c 'from megarl.versions import CPU; print(CPU["torch"])')+cpu"
+    say "$build"
+    pip_install "$build" ||
+        pip_install --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu "$build" ||
+        say "no CPU build of torch to be had here; taking the plain one"
+}
+
+[ -x "$venv/bin/python" ] || make_venv
+stamp="$venv/.megarl-$(cat "$root/setup.py" "$root/megarl/versions.py" - <<<"$extras" | cksum | cut -d ' ' -f 1)"
+if [ ! -f "$stamp" ]; then
+    : >"$log"
+    [[ ",$extras," != *,cpu,* ]] || install_cpu_torch
+    say "megarl[$extras] and what it needs (log: $log)"
+    if ! pip_install --editable "${root}[$extras]"; then
+        tail -n 15 "$log" >&2
+        fail "pip could not install megarl[$extras]; the whole log: $log"
+    fi
+    touch "$stamp"
+    say "done"
+fi

@@ -1,0 +1,30 @@
+"""Which versions of the heavy packages megarl runs with; `setup.py` takes its pins from here. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+# known to work together on a CPU
+CPU = {"torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.24.0"}
+# what a cluster's image may bring; megarl corrects errors of Megatron-core 0.16 and uses formats of transformers 5
+RANGES = {"torch": ">=2.6,<3", "megatron-core": ">=0.16.1,<0.17", "transformers": ">=5.19,<6"}
+
+
+def check() -> None:
+    """Compare the installed versions with RANGES.
+
+    Raises:
+        UserMistake: a package is missing or outside its range.
+    """
+    from packaging.specifiers import SpecifierSet  # setup.py runs this file before anything is installed
+
+    from megarl.errors import UserMistake
+
+    for package, wanted in RANGES.items():
+        remedy = f"run bash launch/setup.sh, or: pip install '{package}{wanted}'"
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise UserMistake(f"the package {package} is not installed", "environment", remedy) from None
+        if not SpecifierSet(wanted).contains(version, prereleases=True):
+            raise UserMistake(f"{package} {version} is not {wanted}", "environment", remedy)
