@@ -17,7 +17,9 @@ Message = tuple[Transfer, torch.Tensor]
 
 
 class Channels:
-    """Exchanges between the ranks of one pipeline. Making it is collective over `group`; it works for one rank too.
+    """Exchanges between the ranks of one pipeline; nothing to do for one rank.
+
+    Making it is collective over all trainers, each with its own pipeline's `group`, if there is more than one stage.
 
     A receive is complete when `exchange` returns (on NCCL: before later work of the stream). Sends run behind: gloo's
     are complete only when the peer has received, so a blocking send on both sides would deadlock. At most a few
@@ -30,9 +32,14 @@ class Channels:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._unfinished: deque[tuple[list[dist.Work], list[Message]]] = deque()
         if self.size > 1:
-            members, timeout = dist.get_process_group_ranks(group), datetime.timedelta(seconds=timeout_s)
-            for kind in "FB":
-                self._groups[kind] = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+            mine, timeout = tuple(dist.get_process_group_ranks(group)), datetime.timedelta(seconds=timeout_s)
+            everyones: list[tuple[int, ...]] = [()] * dist.get_world_size()
+            dist.all_gather_object(everyones, mine)
+            for members in sorted(set(everyones)):  # every rank takes part in making every group
+                for kind in "FB":
+                    made = dist.new_group(list(members), timeout=timeout)
+                    if members == mine:
+                        self._groups[kind] = made
 
     def agree(self, plan: int, device: torch.device) -> None:
         """Refuse to start where ranks plan different messages: gloo takes a short message for a long one silently.

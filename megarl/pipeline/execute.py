@@ -32,8 +32,8 @@ def plan(name: str, ranks: int, microbatches: int, forward_only: bool) -> tuple[
 class Executor:
     """Walks one pipeline rank through its list of operations.
 
-    Making it is collective over the pipeline group. Every rank of the pipeline is given the same micro-batches, so
-    that all message shapes are known beforehand.
+    Making it is collective over all trainers. Every rank of a pipeline is given the same micro-batches, so that all
+    message shapes are known beforehand.
 
     Args:
         chunks: this rank's chunks, one per stage that it holds, by ascending stage; bare or in Megatron-core's
