@@ -76,9 +76,9 @@ def _gather(share: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]
     """All ranks' shares, in the order of the group."""
     if group.size() == 1:
         return [share]
-    whole = share.new_empty((group.size(), *share.shape))
+    whole = share.new_empty((group.size() * share.size(0), *share.shape[1:]))
     dist.all_gather_into_tensor(whole, share.contiguous(), group=group)
-    return list(whole.unbind())
+    return list(whole.chunk(group.size()))
 
 
 def save_hf(chunks: list[torch.nn.Module], hf: HFConfig, layout: Layout, source_dir: str | Path,

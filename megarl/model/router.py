@@ -140,9 +140,12 @@ class Router(TopKRouter):
             (weights [tokens, experts], zero for experts not chosen; map bool [tokens, experts]).
         """
         state, experts = self.state, self.config.num_moe_experts
+        if padding_mask is None:
+            padding_mask = torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
+        real = ~padding_mask.reshape(-1)
+        self.real_tokens = real.sum()
         probs, chosen = super().routing(logits, padding_mask)
         logits = logits.reshape(-1, experts)
-        real = ~padding_mask.reshape(-1) if padding_mask is not None else torch.ones_like(chosen[:, 0])
         recomputing = is_checkpointing() and torch.is_grad_enabled()
         if state.recording and not recomputing:
             state.counts[self.layer] += (chosen & real[:, None]).sum(0)
@@ -183,9 +186,10 @@ class Router(TopKRouter):
         """Form `megatron`: scale Megatron's loss of this micro-batch, of which `aux_loss` is this rank's share.
 
         Its weight is the micro-batch's part of the step's real tokens, so that the step's loss is the token-weighted
-        mean over micro-batches. (Megatron multiplies by this rank's token count and counts on a division later.)
+        mean over micro-batches. Megatron multiplies by a token count and relies on a division later; its count
+        (`valid_token_count`) is this rank's without padding and, by an in-place all-reduce, all ranks' with it.
         """
-        tokens = torch.as_tensor(valid_token_count, dtype=torch.float32, device=activation.device).clone()
+        tokens = self.real_tokens.clone()
         torch.distributed.all_reduce(tokens, group=reduce_group)
         if not self.state.global_tokens:
             raise RuntimeError("RouterState.set_step was not called before a training forward")
