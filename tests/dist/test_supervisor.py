@@ -1,0 +1,163 @@
+"""Supervisors keep engines alive, tell failures, and leave nothing behind; engines here are scripted."""
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.request
+
+import pytest
+from rollout_parts import VERSION, make_config, new_store
+from scripted_engine import ScriptedEngine, Serving
+from supervised import Supervised, processes_with, until
+
+from megarl.errors import MachineFault, UserMistake
+from megarl.rollout.fleet import request_stop
+from megarl.rollout.process import engine_command
+
+
+def _stats(record):
+    with urllib.request.urlopen(f"{record.url}/stats", timeout=10) as answer:
+        return json.load(answer)
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_killed_engine_comes_back_under_a_new_incarnation(tmp_path):
+    seen = []
+    with Supervised(tmp_path, rollouts=2, engines=2) as world:
+        records = world.fleet.wait_ready(60, lambda up, expected: seen.append((up, expected)))
+        assert [record.id for record in records] == ["0.0", "0.1", "1.0", "1.1"]
+        assert {record.incarnation for record in records} == {1} and len({record.url for record in records}) == 4
+        assert seen[-1] == (4, 4)
+        world.fleet.mark_synced(VERSION, records)
+        stats = _stats(records[1])
+        inherited = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RUN_DIR",
+                     "TORCHELASTIC_USE_AGENT_STORE"} & set(stats["env"])
+        assert not inherited and stats["env"]["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+        os.kill(stats["pid"], signal.SIGKILL)
+        until(lambda: len(world.fleet.engines()) == 3, "the dead engine is still registered")
+        back = until(lambda: [r for r in world.fleet.engines() if r.key == ("0.1", 2)], "it did not come back")
+        assert [record.id for record in world.fleet.synced_engines()] == ["0.0", "1.0", "1.1"]
+        world.fleet.mark_synced(VERSION, world.fleet.engines())
+        assert len(world.fleet.synced_engines()) == 4 and world.starts("0.1") == 2
+
+        world.fleet.condemn(back[0], "its update was cut short")
+        until(lambda: [r for r in world.fleet.engines() if r.key == ("0.1", 3)], "a condemned engine was kept")
+        assert world.starts("0.0") == world.starts("1.0") == 1
+        request_stop(world.store, "done")
+        assert world.outcome(0) == world.outcome(1) == {"error": None}
+        assert {record.state for record in world.fleet.records()} == {"stopped"}
+
+
+def test_sigterm_leaves_no_process_not_even_a_stubborn_one(tmp_path):
+    with Supervised(tmp_path, options=["--stubborn"]) as world:
+        (record,) = world.fleet.wait_ready(60)
+        pids = [_stats(record)["pid"], int(world.log().split("child ")[1].split()[0])]
+        assert all(_alive(pid) for pid in pids)
+        world.processes[0].terminate()
+        outcome = world.outcome()
+        assert outcome["error"] == "MachineFault" and "SIGTERM" in outcome["message"]
+        assert not processes_with(str(tmp_path))
+
+
+def test_a_killed_supervisor_takes_its_engine_along(tmp_path):
+    with Supervised(tmp_path) as world:
+        (record,) = world.fleet.wait_ready(60)
+        pid = _stats(record)["pid"]
+        world.processes[0].kill()
+        until(lambda: pid not in processes_with(str(tmp_path)), "the engine outlived its supervisor")
+
+
+def test_an_engines_mistake_is_the_runs_mistake(tmp_path):
+    with Supervised(tmp_path, engines=2, options=["--exit", "64"]) as world:
+        with pytest.raises(UserMistake, match="^config.json: no such model\n  remedy: name one that exists$"):
+            world.fleet.wait_ready(60)
+        assert world.outcome() == {"error": "UserMistake",
+                                   "message": "config.json: no such model\n  remedy: name one that exists"}
+        assert world.starts() == 1
+
+
+def test_an_engine_that_never_starts_is_given_up(tmp_path):
+    with Supervised(tmp_path, options=["--exit", "3"]) as world:
+        with pytest.raises(MachineFault, match="ended with status 3.*engine-0.0.log ends:   remedy: name one"):
+            world.fleet.wait_ready(60)
+        assert world.outcome()["error"] == "MachineFault" and world.starts() == 2
+
+
+def test_another_server_on_the_port_is_not_taken_for_the_engine(tmp_path):
+    with Serving(ScriptedEngine("own-0.0-1-1")) as other:
+        port = int(other.url.rpartition(":")[2])
+        with Supervised(tmp_path, ports=[port]) as world:
+            (record,) = world.fleet.wait_ready(60)
+            assert record.url != other.url and record.incarnation == 2
+            assert "address already in use" in world.log()
+
+
+def test_a_hanging_engine_is_replaced(tmp_path):
+    with Supervised(tmp_path, cluster={"lease_timeout_s": 2.0}) as world:
+        (record,) = world.fleet.wait_ready(60)
+        os.kill(_stats(record)["pid"], signal.SIGSTOP)
+        until(lambda: [r for r in world.fleet.engines() if r.incarnation == 2], "it was not replaced")
+
+
+def test_engines_end_with_their_trainers(tmp_path):
+    with Supervised(tmp_path, cluster={"lease_timeout_s": 1.5}) as world:
+        world.fleet.wait_ready(60)
+        world.heartbeat.close()
+        outcome = world.outcome()
+        assert outcome["error"] == "MachineFault" and "no sign of life from trainer 0 for 2 s" in outcome["message"]
+        assert not processes_with(str(tmp_path))
+
+
+def test_trainers_that_never_begin_are_not_waited_for_for_ever(tmp_path):
+    with Supervised(tmp_path, beat=False, cluster={"start_timeout_s": 1.0}) as world:
+        assert "no sign of life from trainer 0 for 1 s" in world.outcome()["message"]
+
+
+def test_engines_end_with_the_store(tmp_path):
+    with Supervised(tmp_path, cluster={"lease_timeout_s": 2.0}) as world:
+        world.fleet.wait_ready(60)
+        world.heartbeat.close()
+        address, port = world.store.host, world.store.port
+        world.store = world.fleet = world.heartbeat = None  # ends the store's server
+        until(lambda: _refuses(address, port), "the store is still there")
+        assert world.outcome()["error"] == "MachineFault"
+        world.store = new_store()
+
+
+def _refuses(host, port):
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) != 0
+
+
+def test_ranks_that_are_missing_are_named(tmp_path):
+    with Supervised(tmp_path, rollouts=1, engines=1) as world:
+        world.fleet.wait_ready(60)
+        wider = type(world.fleet)(world.store, 2, 2, 30.0)
+        begun = time.monotonic()
+        with pytest.raises(MachineFault, match="3 of 4 engines are not up after 0 s: engine 0.1: rollout rank 0 has "
+                                               "not reported it; engine 1.0: rollout rank 1 has not"):
+            wider.wait_ready(0.3)
+        assert time.monotonic() - begun < 15
+
+
+def test_commands_of_both_engines():
+    embedded = engine_command(make_config("/m"), 0, 0, "127.0.0.1", 5, "own-1")
+    assert embedded[1:] == ["-m", "megarl.rollout.embedded", "--model-path", "/m", "--host", "127.0.0.1", "--port",
+                            "5", "--dtype", "float32", "--weight-version", "own-1", "--slots", "64"]
+    config = make_config("/m", rollout={"engine": "sglang", "sglang_python": "/s/python", "engines_per_rank": 2})
+    config = config.model_copy(update={"sglang": {"tp_size": 4, "disable_radix_cache": True, "log_requests": False,
+                                                  "cuda_graph_bs": [1, 2]}})
+    command = engine_command(config, 1, 1, "10.0.0.1", 5, "own-1")
+    assert command[:3] == ["/s/python", "-m", "sglang.launch_server"]
+    assert command[13:] == ["--tp-size", "4", "--disable-radix-cache", "--cuda-graph-bs", "1", "2", "--base-gpu-id",
+                            "12"]

@@ -1,0 +1,129 @@
+"""Supervisors of scripted engines in processes of their own, for tests."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rollout_parts import make_config, new_store
+
+from megarl.cluster.partition import Partition
+from megarl.config.schema import Config
+from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
+
+# The server of this context imports torch once and forks every supervisor from there: a second instead of many.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["megarl.rollout.supervisor"])
+SCRIPTED = str(Path(__file__).with_name("scripted_engine.py"))
+
+
+def _supervise(port: int, config: Config, rank: int, run_dir: str, options: list[str] | None, ports: list[int]) -> None:
+    """In the child: supervise, with engine_command replaced unless `options` is None; leave the outcome in a file."""
+    from megarl.rollout import supervisor
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="9", MASTER_ADDR="nowhere", MASTER_PORT="1", LOCAL_RANK="0",
+                      TORCHELASTIC_USE_AGENT_STORE="True", MEGARL_RUN_DIR=run_dir, MARK_OF_TEST=run_dir)
+    if options is not None:
+        supervisor.engine_command = lambda config, number, local_rank, host, port, version: [
+            sys.executable, SCRIPTED, "--host", host, "--port", str(port), "--weight-version", version, *options]
+    if ports:
+        real, supervisor.free_port = supervisor.free_port, lambda host: ports.pop(0) if ports else real(host)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    partition = Partition(rank, config.cluster.trainers + config.cluster.rollouts, 0, config.cluster.trainers,
+                          config.cluster.rollouts)
+    outcome: dict[str, Any] = {"error": None}
+    try:
+        supervisor.supervise(config, partition, store, run_dir)
+    except Exception as error:
+        outcome = {"error": type(error).__name__, "message": str(error)}
+    Path(run_dir, f"outcome{rank}.json").write_text(json.dumps(outcome))
+
+
+class Supervised:
+    """Rollout ranks, each a process with `supervise` in it, under a store and a trainer's heartbeat of this process.
+
+    A context manager; at its end everything must be gone, which is checked.
+
+    Args:
+        run_dir: for logs and outcomes.
+        rollouts, engines: ranks, and engines on each.
+        options: of the scripted engines; None: real engines.
+        ports: taken by the first starts of engines instead of free ones.
+        beat: whether the trainers show signs of life.
+        config: sections over those of `make_config`.
+    """
+
+    def __init__(self, run_dir: Path, *, rollouts: int = 1, engines: int = 1, options: list[str] | None = (),
+                 ports: list[int] = (), beat: bool = True, model: str = "none", **config: dict[str, Any]) -> None:
+        self.config = make_config(model, **{
+            **config, "cluster": {"trainers": 1, "rollouts": rollouts, **config.get("cluster", {})},
+            "rollout": {"engines_per_rank": engines, "start_attempts": 2, **config.get("rollout", {})}})
+        self.run_dir, self.store = run_dir, new_store()
+        self.heartbeat = beat_for_trainers(self.store) if beat else None
+        self.fleet = Fleet(self.store, rollouts, engines, self.config.cluster.lease_timeout_s)
+        arguments = [(self.store.port, self.config, 1 + rank, str(run_dir),
+                      None if options is None else list(options), list(ports)) for rank in range(rollouts)]
+        self.processes = [FORKS.Process(target=_supervise, args=call) for call in arguments]
+        for process in self.processes:
+            process.start()
+
+    def outcome(self, rank: int = 0, timeout_s: float = 60.0) -> dict[str, Any]:
+        """How the supervisor ended."""
+        self.processes[rank].join(timeout_s)
+        assert self.processes[rank].exitcode == 0, f"supervisor: exit code {self.processes[rank].exitcode}"
+        return json.loads((self.run_dir / f"outcome{1 + rank}.json").read_text())
+
+    def starts(self, engine: str = "0.0") -> int:
+        """How often the engine was started, by its log."""
+        return self.log(engine).count("--- ")
+
+    def log(self, engine: str = "0.0") -> str:
+        """The engine's log."""
+        return (self.run_dir / "logs" / f"engine-{engine}.log").read_text()
+
+    def __enter__(self) -> Supervised:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        request_stop(self.store, "end of test")
+        for process in self.processes:
+            process.join(20)
+            alive = process.is_alive()
+            if alive:
+                process.kill()
+                process.join()
+            assert not alive or kind is not None, "a supervisor did not stop"
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+        if kind is None:
+            until(lambda: not processes_with(str(self.run_dir)), "processes were left behind")
+
+
+def processes_with(text: str) -> list[int]:
+    """Ids of processes whose command line or environment at their start contains `text` (engines inherit a mark)."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                content = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            except OSError:
+                continue  # it ended meanwhile, or is another user's
+            if text.encode() in content:
+                found.append(int(folder.name))
+    return found
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    """Wait for a true value and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"after {timeout_s:.0f} s: {what}"
+        time.sleep(0.05)
+    return value
