@@ -1,0 +1,216 @@
+"""The decoder: prefill of prompts and one decode step over all slots, in as few torch operations as possible.
+
+On a CPU a small model's step costs what its operations cost to launch, so q, k and v are one product, gate and up
+another, and all experts of a small MoE two products together.
+
+Bits: a row's result must not depend on the other rows or on how far the batch is padded. Rows and key lengths are
+multiples of 16, sums over keys are cut at fixed places, and the engine's process asks MKL for its strict
+reproducible mode; tests/unit/test_embedded_bits.py holds this against what torch does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from megarl.model.hf_config import HFConfig
+from megarl.rollout.embedded.cache import SlotCache, aligned
+from megarl.rollout.embedded.weights import LayerWeights, Weights
+
+KEYS_PER_SUM = 512  # MKL adds longer sums in pieces whose size depends on the length
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of one padded length in a prefill: `count` of them, from row `start` of the packed tokens on."""
+
+    start: int
+    count: int
+    length: int
+
+
+class Rope:
+    """Cosines and signed sines of the rotary embedding, [positions, head_dim], in the engine's dtype.
+
+    `rotate(x) = x * cos + roll(x, head_dim / 2) * sin` with the sign of the first half of `sin` flipped equals
+    Hugging Face's rotate_half form.
+    """
+
+    def __init__(self, hf: HFConfig, dtype: torch.dtype) -> None:
+        self._inverse_d = inverse_frequencies(hf)
+        self._dtype = dtype
+        self.cos_pd = self.sin_pd = torch.empty(0, hf.head_dim, dtype=dtype)
+
+    def reserve(self, positions: int) -> None:
+        """Have the tables for positions [0, positions)."""
+        if positions <= self.cos_pd.shape[0]:
+            return
+        angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * self._inverse_d
+        self.cos_pd = torch.cat([angles.cos(), angles.cos()], -1).to(self._dtype)
+        self.sin_pd = torch.cat([-angles.sin(), angles.sin()], -1).to(self._dtype)
+
+
+def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
+    """float32 [head_dim / 2]; with Llama 3.1's scaling where the config has it (as in Hugging Face's rope_utils)."""
+    inverse = 1.0 / hf.rope_theta ** (torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim)
+    scaling = hf.rope_scaling
+    if scaling is None:
+        return inverse
+    turns = scaling.original_max_positions * inverse / (2 * math.pi)  # over the original context
+    smooth = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return inverse * ((1 - smooth) / scaling.factor + smooth)
+
+
+class Decoder:
+    """Runs the model of `weights`. All methods run under torch.inference_mode."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, self.hf = weights, weights.hf
+        self._rope = Rope(self.hf, weights.dtype)
+        self._eps = torch.tensor(self.hf.norm_eps)
+
+    def new_cache(self, slots: int) -> SlotCache:
+        """An empty cache for `slots` sequences (rounded up to whole rows)."""
+        hf = self.hf
+        return SlotCache(hf.layers, aligned(slots), hf.kv_heads, hf.head_dim, self.weights.dtype)
+
+    @torch.inference_mode()
+    def prefill(self, tokens_t: torch.Tensor, parts: list[Prompts]) -> torch.Tensor:
+        """Keys and values of prompts.
+
+        Args:
+            tokens_t: int64 [T], prompts one after the other, each padded at its end to its part's length.
+            parts: cover the T tokens.
+        Returns:
+            [layers, 2, kv_heads, T, head_dim]. No logits: the last token of a prompt is left to the decode step.
+        """
+        hf, heads = self.hf, self.hf.heads
+        positions_t = torch.cat([torch.arange(part.length).repeat(part.count) for part in parts])
+        self._rope.reserve(max(part.length for part in parts))
+        cos, sin = self._rope.cos_pd[positions_t].unsqueeze(1), self._rope.sin_pd[positions_t].unsqueeze(1)
+        kv = torch.empty(hf.layers, 2, hf.kv_heads, len(tokens_t), hf.head_dim, dtype=self.weights.dtype)
+        hidden_th = self.weights.embedding_vh[tokens_t]
+        for number, layer in enumerate(self.weights.layers):
+            qkv_tnd = self._qkv(layer, hidden_th, cos, sin)
+            torch.stack(qkv_tnd[:, heads:].transpose(0, 1).split(hf.kv_heads), out=kv[number])
+            if number + 1 == hf.layers:
+                break  # nobody reads the last hidden states
+            mixed = torch.cat([self._attend_prompts(qkv_tnd, part) for part in parts])
+            hidden_th = torch.addmm(hidden_th, mixed, layer.o_ho.t())
+            hidden_th = self._mlp(layer, hidden_th)
+        return kv
+
+    def _attend_prompts(self, qkv_tnd: torch.Tensor, part: Prompts) -> torch.Tensor:
+        """Causal attention inside each prompt of a part; [rows, heads * head_dim]."""
+        hf = self.hf
+        rows = part.count * part.length
+        whole = qkv_tnd[part.start:part.start + rows].unflatten(0, (part.count, part.length)).transpose(1, 2)
+        q, k, v = whole.split((hf.heads, hf.kv_heads, hf.kv_heads), 1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(rows, -1)
+
+    @torch.inference_mode()
+    def decode(self, tokens_r: torch.Tensor, positions_r: torch.Tensor, cache: SlotCache, length: int) -> torch.Tensor:
+        """One step of slots [0, R).
+
+        Args:
+            tokens_r: int64 [R], each slot's newest token; R is a multiple of ALIGN.
+            positions_r: int64 [R], its position, where its keys and values go.
+            cache: of all slots.
+            length: keys that are read, a multiple of ALIGN above the largest position.
+        Returns:
+            float32 logits [R, vocab].
+        """
+        hf, rows = self.hf, len(tokens_r)
+        cache.reserve(length)
+        self._rope.reserve(cache.length)
+        cos, sin = self._rope.cos_pd[positions_r].unsqueeze(1), self._rope.sin_pd[positions_r].unsqueeze(1)
+        later = torch.arange(length) > positions_r.unsqueeze(1)
+        bias = torch.zeros(rows, length, dtype=self.weights.dtype).masked_fill_(later, -math.inf)
+        bias = bias.repeat_interleave(hf.kv_heads, 0).unsqueeze(1)
+        # Where row r's kv head j goes in one layer's cache seen as [2 * slots * kv_heads * length, head_dim].
+        lane = torch.arange(rows * hf.kv_heads).view(rows, hf.kv_heads) * cache.length + positions_r.unsqueeze(1)
+        place = torch.cat([lane, lane + cache.all[0, 0].numel() // hf.head_dim], 1)
+        hidden_rh = self.weights.embedding_vh[tokens_r]
+        for layer, cached in zip(self.weights.layers, cache.all, strict=True):
+            qkv_rnd = self._qkv(layer, hidden_rh, cos, sin)
+            cached.view(-1, hf.head_dim).index_put_((place,), qkv_rnd[:, hf.heads:])
+            mixed = self._attend_slots(qkv_rnd, cached, bias, length)
+            hidden_rh = torch.addmm(hidden_rh, mixed, layer.o_ho.t())
+            hidden_rh = self._mlp(layer, hidden_rh)
+        return functional.linear(self._norm(hidden_rh, self.weights.norm_h), self.weights.head_vh).float()
+
+    def _attend_slots(self, qkv_rnd: torch.Tensor, cached: torch.Tensor, bias: torch.Tensor,
+                      length: int) -> torch.Tensor:
+        """Attention of one token per slot over its cached keys; [R, heads * head_dim]."""
+        hf, rows = self.hf, len(qkv_rnd)
+        lanes = rows * hf.kv_heads
+        keys, values = cached.flatten(1, 2)[:, :lanes, :length]
+        q = qkv_rnd[:, :hf.heads].reshape(lanes, hf.heads // hf.kv_heads, hf.head_dim)
+        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=hf.head_dim ** -0.5)
+        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+        mixed = torch.bmm(weights[..., :KEYS_PER_SUM], values[:, :KEYS_PER_SUM])
+        for start in range(KEYS_PER_SUM, length, KEYS_PER_SUM):
+            end = start + KEYS_PER_SUM
+            mixed = torch.baddbmm(mixed, weights[..., start:end], values[:, start:end])
+        return mixed.view(rows, -1)
+
+    def _qkv(self, layer: LayerWeights, hidden_th: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """q, k and v heads [T, heads + 2 * kv_heads, head_dim], q and k normalised and rotated."""
+        hf = self.hf
+        normed = self._norm(hidden_th, layer.norm1_h)
+        qkv_tnd = functional.linear(normed, layer.qkv_oh, layer.qkv_o).view(len(hidden_th), -1, hf.head_dim)
+        qk = qkv_tnd[:, :hf.heads + hf.kv_heads]
+        rotated = self._norm(qk, layer.qk_norm_nd) if hf.qk_norm else qk
+        torch.addcmul(rotated * cos, rotated.roll(hf.head_dim // 2, -1), sin, out=qk)
+        return qkv_tnd
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm over the last dimension, in float32, rounded before the weight is applied as Hugging Face does."""
+        exact = hidden.float()
+        size = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, size, size, value=1.0 / hidden.shape[-1]).rsqrt_()
+        return (exact * scale).to(hidden.dtype) * weight
+
+    def _mlp(self, layer: LayerWeights, hidden_th: torch.Tensor) -> torch.Tensor:
+        """hidden + MLP(norm(hidden))."""
+        normed = self._norm(hidden_th, layer.norm2_h)
+        if layer.router_eh is None:
+            return self._fused(layer, hidden_th, normed, None)
+        logits_te = functional.linear(normed, layer.router_eh).float()
+        if self.hf.norm_topk:
+            top, chosen = logits_te.topk(self.hf.top_k, -1)
+            top = top.softmax(-1)  # equals the whole softmax, its top k divided by their sum
+        else:
+            top, chosen = logits_te.softmax(-1).topk(self.hf.top_k, -1)
+        share_te = torch.zeros_like(logits_te).scatter_(1, chosen, top).to(hidden_th.dtype)
+        if self.weights.fused_experts:
+            return self._fused(layer, hidden_th, normed, share_te)
+        return self._sorted(layer, hidden_th, normed, share_te, chosen)
+
+    def _fused(self, layer: LayerWeights, hidden_th: torch.Tensor, normed_th: torch.Tensor,
+               share_te: torch.Tensor | None) -> torch.Tensor:
+        """All experts (or the dense MLP, one expert) on all tokens: two products.
+
+        An expert that was not chosen has share 0 and adds exact zeros.
+        """
+        gate, up = functional.linear(normed_th, layer.gate_up_2efh.flatten(0, 2)).chunk(2, -1)
+        inner = functional.silu(gate) * up
+        if share_te is not None:
+            inner.view(*share_te.shape, -1).mul_(share_te.unsqueeze(-1))
+        return torch.addmm(hidden_th, inner, layer.down.flatten(1).t())
+
+    def _sorted(self, layer: LayerWeights, hidden_th: torch.Tensor, normed_th: torch.Tensor, share_te: torch.Tensor,
+                chosen_tk: torch.Tensor) -> torch.Tensor:
+        """Each expert on its own tokens, in order of experts; rows padded so that their bits do not depend on count."""
+        result = hidden_th.clone()
+        for expert in chosen_tk.unique().tolist():
+            rows = (chosen_tk == expert).any(-1).nonzero().squeeze(1)
+            inputs = functional.pad(normed_th[rows], (0, 0, 0, aligned(len(rows)) - len(rows)))
+            gate, up = (functional.linear(inputs, half[expert]) for half in layer.gate_up_2efh)
+            output = functional.linear(functional.silu(gate) * up, layer.down[expert])[:len(rows)]
+            result[rows] += output * share_te[rows, expert].unsqueeze(1)
+        return result
