@@ -21,14 +21,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def hf_config(name: str, **changes: Any) -> Any:
+    """The transformers config of `FAMILIES[name]`."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**{**COMMON, **FAMILIES[name], **changes})
+
+
 def hf_model(name: str, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model of `FAMILIES[name]`, fp32, with non-zero biases and norms that are not 1."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**{**COMMON, **FAMILIES[name], **changes})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(hf_config(name, **changes), dtype=torch.float32).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -9,7 +9,6 @@ import torch
 from megarl.checkpoint import shares
 from megarl.checkpoint.safetensors_dir import SafetensorsDir
 from megarl.config.layout import Layout
-from megarl.errors import UserMistake
 from megarl.model.chunk import PolicyChunk, unwrapped
 from megarl.model.families import tables
 from megarl.model.hf_config import HFConfig
@@ -24,7 +23,7 @@ def load_hf(chunks: list[torch.nn.Module], path: str | Path, hf: HFConfig, layou
         UserMistake: a file or tensor is missing, damaged, of another shape, or unknown to the family.
     """
     checkpoint = SafetensorsDir(path)
-    _refuse_unknown(checkpoint, hf)
+    checkpoint.refuse_unknown(hf)
     here = shares.Coordinates.here()
     for chunk in map(unwrapped, chunks):
         _load_chunk(chunk, checkpoint, hf, here)
@@ -49,15 +48,3 @@ def _load_chunk(chunk: PolicyChunk, checkpoint: SafetensorsDir, hf: HFConfig, he
         target.copy_(share)
     if left:
         raise RuntimeError(f"the table of {hf.family} does not name the parameters {sorted(left)}")
-
-
-def _refuse_unknown(checkpoint: SafetensorsDir, hf: HFConfig) -> None:
-    """A tensor that the family has no place for would be left out of training without a word."""
-    known = {tensor.name for tensor in tables.hf_tensors(hf)}
-    if hf.tied:
-        known.add("lm_head.weight")  # a second copy of the embedding
-    for name in checkpoint.files:
-        if name not in known and not name.endswith(".rotary_emb.inv_freq"):
-            raise UserMistake(f"tensor {name} has no place in a {hf.family} model",
-                              str(checkpoint.path / checkpoint.files[name]),
-                              "the checkpoint has a feature that megarl does not know, or another config.json")

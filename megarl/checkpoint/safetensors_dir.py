@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.errors import UserMistake
+from megarl.model.families import tables
+from megarl.model.hf_config import HFConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -87,3 +89,17 @@ class SafetensorsDir:
         if start == stop:  # beyond the vocabulary: all padding
             return torch.empty(*shape[:dim], 0, *shape[dim + 1:], dtype=self.dtype(name))
         return entry[start:stop] if dim == 0 else entry[:, start:stop]
+
+    def refuse_unknown(self, hf: HFConfig) -> None:
+        """A tensor that the family has no place for would be left out of training without a word.
+
+        Raises:
+            UserMistake: names the tensor and its file.
+        """
+        known = {tensor.name for tensor in tables.hf_tensors(hf)}
+        if hf.tied:
+            known.add("lm_head.weight")  # a second copy of the embedding
+        for name, file in self.files.items():
+            if name not in known and not name.endswith(".rotary_emb.inv_freq"):
+                raise UserMistake(f"tensor {name} has no place in a {hf.family} model", str(self.path / file),
+                                  "the checkpoint has a feature that megarl does not know, or another config.json")

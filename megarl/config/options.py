@@ -31,7 +31,17 @@ MEGATRON_OWNED = {  # fields that follow from other keys or from the model; set 
     **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
                      "ffn_hidden_size", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",
                      "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias",
-                     "qk_layernorm", "activation_func"), _MODEL),
+                     "qk_layernorm", "activation_func", "moe_router_pre_softmax", "moe_router_score_function",
+                     "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+                     "moe_layer_freq", "moe_shared_expert_intermediate_size", "softmax_scale", "softmax_type",
+                     "window_size", "no_rope_freq", "attention_output_gate", "rotary_interleaved",
+                     "multi_latent_attention", "mtp_num_layers"), _MODEL),
+    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+                     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+                     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+                    "stages have equal numbers of layers"),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), "megarl trains without dropout: log-probs must repeat"),
+    "moe_enable_routing_replay": "RouterState.set_replay replays routing",
 }
 SGLANG_OWNED = {"model_path": "set model.path", "host": "megarl chooses it", "port": "megarl chooses it",
                 "dtype": "set model.dtype"}

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from megarl.model.segments import Segments
+from megarl.model.segments import Segments, by_groups
 
 
 @dataclass
@@ -60,28 +59,6 @@ class PackedAttention(MegatronModule):
                 key_thd, value_thd = key_thd.index_select(0, pack.keys), value_thd.index_select(0, pack.keys)
             output_thd = kernel(query_thd, key_thd, value_thd, pack, self.scale)
         return output_thd.reshape(output_thd.size(0), 1, -1)
-
-
-def by_groups(query_thd: torch.Tensor, key_thd: torch.Tensor, value_thd: torch.Tensor, pack: Segments,
-              scale: float | None) -> torch.Tensor:
-    """Attention with SDPA over the padded groups of `pack`; keys and values as gathered (rank-major).
-
-    Padding repeats a segment's last row to the right, where the causal mask hides it from real queries.
-    """
-    query_rows, key_rows, value_rows = (
-        x.index_select(0, rows) for x, rows in ((query_thd, pack.query_rows), (key_thd, pack.key_rows),
-                                                (value_thd, pack.key_rows)))
-    outputs, q_start, k_start = [], 0, 0
-    for group in pack.groups:
-        q_end, k_end = q_start + group.segments * group.queries, k_start + group.segments * group.keys
-        query = query_rows[q_start:q_end].unflatten(0, (group.segments, group.queries)).transpose(1, 2)
-        key, value = (x[k_start:k_end].unflatten(0, (group.segments, group.keys)).transpose(1, 2)
-                      for x in (key_rows, value_rows))
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, is_causal=group.mask is None,
-                                                scale=scale, enable_gqa=query.size(1) != key.size(1))
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
-        q_start, k_start = q_end, k_end
-    return torch.cat(outputs).index_select(0, pack.output_rows)
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]

@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import math
-from dataclasses import fields
 from typing import Any, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.cluster import device
+from megarl.config import options
 from megarl.config.layout import Layout, check_model
 from megarl.config.schema import Config
 from megarl.errors import UserMistake
 from megarl.model import megatron_fixes
+from megarl.model.chunk import PolicyChunk
 from megarl.model.hf_config import HFConfig
-
-# Fields that other keys decide; setting them under `megarl: megatron` would contradict those.
-_DECIDED = {
-    "model.path": ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-                   "ffn_hidden_size", "moe_ffn_hidden_size", "num_moe_experts", "moe_router_topk",
-                   "moe_router_pre_softmax", "moe_router_score_function", "add_bias_linear", "add_qkv_bias",
-                   "qk_layernorm", "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func",
-                   "multi_latent_attention", "moe_layer_freq", "moe_router_topk_scaling_factor", "softmax_scale",
-                   "moe_shared_expert_intermediate_size", "rotary_interleaved", "mtp_num_layers"),
-    "model.dtype": ("bf16", "fp16", "params_dtype", "pipeline_dtype", "autocast_dtype"),
-    "model.recompute": ("recompute_granularity", "recompute_method", "recompute_num_layers"),
-    "model.balance": ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-                      "moe_enable_routing_replay"),
-    "parallel": ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-                 "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-                 "sequence_parallel", "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage",
-                 "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
-                 "account_for_loss_in_pipeline_split"),
-    "objective": ("calculate_per_token_loss",),
-}
+from megarl.model.specs import block_spec
 
 
 def implementation(config: Config) -> Literal["local", "transformer_engine"]:
@@ -74,7 +56,8 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
     """
     check_model(layout, heads=hf.heads, kv_heads=hf.kv_heads, layers=hf.layers, experts=hf.experts,
                 ffn=hf.moe_ffn if hf.experts else hf.ffn)
-    options = _check_options(config.megatron)
+    for mistake in options.check_megatron(config.megatron):
+        raise mistake
     dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
     with_te = implementation(config) == "transformer_engine"
     values: dict[str, Any] = dict(
@@ -100,24 +83,11 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
     if config.model.recompute == "full":
         values |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     try:
-        return TransformerConfig(**values | options)
+        return TransformerConfig(**values | config.megatron)
     except (ValueError, AssertionError) as error:
         raise UserMistake(f"Megatron-core refuses this model: {error}",
-                          f"megatron: {', '.join(options)}" if options else "parallel, model",
+                          f"megatron: {', '.join(config.megatron)}" if config.megatron else "parallel, model",
                           "see Megatron-core's TransformerConfig") from error
-
-
-def _check_options(options: dict[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(TransformerConfig) if field.init}
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise UserMistake("Megatron-core has no such option", f"megatron.{name}",
-                              f"did you mean {near[0]}?" if near else "see Megatron-core's TransformerConfig")
-        for key, decided in _DECIDED.items():
-            if name in decided:
-                raise UserMistake(f"it is decided by {key}", f"megatron.{name}", f"set {key} instead")
-    return dict(options)
 
 
 def build_chunks(hf: HFConfig, config: Config, layout: Layout) -> list[torch.nn.Module]:
@@ -125,8 +95,6 @@ def build_chunks(hf: HFConfig, config: Config, layout: Layout) -> list[torch.nn.
 
     Needs parallel_state initialised for `layout`. Load weights with `checkpoint.hf_import.load_hf`.
     """
-    from megatron.core import parallel_state
-
     megatron_fixes.apply()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return [build_chunk(hf, config, layout, stage, layout.pipeline)]
@@ -134,9 +102,6 @@ def build_chunks(hf: HFConfig, config: Config, layout: Layout) -> list[torch.nn.
 
 def build_chunk(hf: HFConfig, config: Config, layout: Layout, stage: int, stages: int) -> torch.nn.Module:
     """The chunk of `stage` of `stages`: layers [stage, stage + 1) * layers / stages, embedding first, norm last."""
-    from megarl.model.chunk import PolicyChunk
-    from megarl.model.specs import block_spec
-
     kind = implementation(config)
     transformer = transformer_config(hf, config, layout)
     chunk = PolicyChunk(hf, transformer, block_spec(transformer, kind, hf.layers // stages), kind,

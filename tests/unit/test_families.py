@@ -1,0 +1,113 @@
+"""Name tables, cutting and fusing, and the files of a checkpoint."""
+
+import json
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.checkpoint import shares
+from megarl.checkpoint.safetensors_dir import SafetensorsDir
+from megarl.errors import UserMistake
+from megarl.model.families import tables
+from megarl.model.families.tables import Entry, HFTensor
+from megarl.model.hf_config import HFConfig
+
+
+def config_of(name: str, **changes: object) -> HFConfig:
+    return HFConfig.of({**models.COMMON, **models.FAMILIES[name], **changes})
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_names_and_shapes_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    models.save_hf_model(name, tmp_path)
+    checkpoint = SafetensorsDir(tmp_path)
+    wanted = {tensor.name: tensor.shape for tensor in tables.hf_tensors(HFConfig.read(tmp_path))}
+    assert set(wanted) == set(checkpoint.files)
+    for key, shape in wanted.items():
+        assert checkpoint.read(key, shape).shape == shape
+
+
+def test_both_implementations_cover_the_same_tensors() -> None:
+    for name in models.FAMILIES:
+        hf = config_of(name)
+        local, te = (tables.table(hf, kind) for kind in ("local", "transformer_engine"))
+        for part in ("embedding", "layer", "norm", "head"):
+            assert [(e.hf, e.kind, e.expert) for e in getattr(local, part)] == [
+                (e.hf, e.kind, e.expert) for e in getattr(te, part)]
+    moe = {e.megatron for e in tables.table(config_of("qwen3_moe"), "transformer_engine").layer}
+    assert "decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}" in moe  # TEGroupedMLP
+    assert "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight" in moe
+    dense = {e.megatron for e in tables.table(config_of("qwen3"), "transformer_engine").layer}
+    assert "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight" in dense
+
+
+def test_qkv_by_hand() -> None:
+    """4 heads in 2 groups of head size 1: rows go q0 q1 k0 v0 | q2 q3 k1 v1."""
+    hf = config_of("llama", hidden_size=2, num_attention_heads=4, num_key_value_heads=2, head_dim=1)
+    entry = Entry("x", tuple(HFTensor(n, (s, 1)) for n, s in (("q", 4), ("k", 2), ("v", 2))), "qkv")
+    q, k, v = torch.tensor([[0.], [1], [2], [3]]), torch.tensor([[10.], [11]]), torch.tensor([[20.], [21]])
+    whole = shares.fuse(entry, [q, k, v], hf)
+    assert whole.flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    ranks = [shares.fuse(entry, [x[slice(*shares.cut(entry, i, rank, 2, 0)[1:])] for i, x in enumerate((q, k, v))], hf)
+             for rank in range(2)]
+    assert torch.equal(torch.cat(ranks), whole)
+    for got, wanted in zip(shares.join(entry, ranks, hf), (q, k, v), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_gate_up_row_and_vocab_by_hand() -> None:
+    hf = config_of("llama", vocab_size=5)
+    gate_up = Entry("x", (HFTensor("g", (4, 1)), HFTensor("u", (4, 1))), "gate_up")
+    gate, up = torch.arange(4.)[:, None], 10 + torch.arange(4.)[:, None]
+    ranks = [shares.fuse(gate_up, [gate[2 * r: 2 * r + 2], up[2 * r: 2 * r + 2]], hf) for r in range(2)]
+    assert ranks[1].flatten().tolist() == [2, 3, 12, 13]
+    assert all(map(torch.equal, shares.join(gate_up, ranks, hf), (gate, up)))
+    row = Entry("x", (HFTensor("d", (3, 4)),), "row")
+    assert shares.cut(row, 0, 1, 2, 0) == (1, 2, 4)
+    vocab = Entry("x", (HFTensor("e", (5, 1)),), "vocab")
+    assert [shares.cut(vocab, 0, r, 4, 8) for r in range(4)] == [(0, 0, 2), (0, 2, 4), (0, 4, 5), (0, 5, 5)]
+    padded = [torch.tensor([[0.], [1]]), torch.tensor([[2.], [3]]), torch.tensor([[4.], [0]]), torch.zeros(2, 1)]
+    assert shares.join(vocab, padded, hf)[0].flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_stage_has_its_layers_and_a_tied_copy() -> None:
+    hf = config_of("llama_tied")
+    last = list(shares.parameters(tables.table(hf), hf, 1, 2, 1))
+    assert {p.first_layer + p.layer for p in last if "layers" in p.entry.megatron} == {2, 3}
+    assert [p.hf_names() for p in last if shares.is_copy(p, hf)] == [["model.embed_tokens.weight"]]
+    assert not any(shares.is_copy(p, hf) for p in shares.parameters(tables.table(hf), hf, 0, 2, 1))
+
+
+def test_bad_checkpoints_are_named(tmp_path: Path) -> None:
+    def refused(path: Path) -> str:
+        with pytest.raises(UserMistake) as error:
+            checkpoint = SafetensorsDir(path)
+            checkpoint.refuse_unknown(hf)
+            for tensor in tables.hf_tensors(hf):
+                checkpoint.read(tensor.name, tensor.shape)
+        return str(error.value)
+
+    hf = config_of("llama")
+    assert "neither" in refused(tmp_path)
+    models.save_hf_model("llama", tmp_path / "ok", max_shard_size="60KB")
+    index = json.loads((tmp_path / "ok/model.safetensors.index.json").read_text())
+    shard = tmp_path / "ok" / index["weight_map"]["model.layers.3.mlp.up_proj.weight"]
+    content = shard.read_bytes()
+    shard.unlink()
+    assert shard.name in (message := refused(tmp_path / "ok")) and "the file is missing; tensor model." in message
+    shard.write_bytes(content[:1000])
+    assert "damaged" in refused(tmp_path / "ok")
+    shard.write_bytes(content)
+    whole = {name: torch.zeros(tensor.shape) for tensor in tables.hf_tensors(hf) for name in [tensor.name]}
+    for change, message in [
+            (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
+            (lambda t: t.update({"lm_head.weight": torch.zeros(98, 32)}), r"lm_head.weight is (98, 32)"),
+            (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), "has no place"),
+            (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "stored as I8")]:
+        changed = dict(whole)
+        change(changed)
+        save_file(changed, tmp_path / "model.safetensors")
+        assert message in refused(tmp_path)

@@ -1,0 +1,65 @@
+"""Hugging Face configs: what is read, what is refused."""
+
+import json
+from pathlib import Path
+
+import models
+import pytest
+
+from megarl.errors import UserMistake
+from megarl.model.hf_config import HFConfig, RopeScaling
+
+QWEN3_30B = {  # from the published config.json of Qwen3-30B-A3B
+    "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": [],
+    "max_position_embeddings": 40960, "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936}
+
+
+def test_reads_a_published_config() -> None:
+    hf = HFConfig.of(QWEN3_30B, {"eos_token_id": [151645, 151643], "pad_token_id": 151643})
+    assert (hf.family, hf.hidden, hf.layers, hf.heads, hf.kv_heads, hf.head_dim) == ("qwen3_moe", 2048, 48, 32, 4, 128)
+    assert (hf.experts, hf.top_k, hf.moe_ffn, hf.norm_topk, hf.qk_norm) == (128, 8, 768, True, True)
+    assert (hf.rope_theta, hf.rope_scaling, hf.dtype, hf.tied) == (1e6, None, "bfloat16", False)
+    assert hf.eos_ids == (151645, 151643)
+    assert hf.pad_id == 151645
+
+
+def test_reads_what_transformers_writes(tmp_path: Path) -> None:
+    """Defaults that transformers leaves out of the file, and both forms of rope."""
+    for name in models.FAMILIES:
+        config = models.hf_config(name)
+        config.save_pretrained(tmp_path / name)
+        hf = HFConfig.read(tmp_path / name)
+        assert (hf.vocab, hf.hidden, hf.layers, hf.heads) == (99, 32, 4, 4)
+        assert hf.kv_heads == config.num_key_value_heads and hf.tied == config.tie_word_embeddings
+        assert hf.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        assert hf.rope_theta == config.rope_parameters["rope_theta"] and hf.norm_eps == config.rms_norm_eps
+    assert HFConfig.read(tmp_path / "llama_tied").rope_scaling == RopeScaling(4.0, 1.0, 4.0, 32)
+    old = {**QWEN3_30B, "rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}
+    assert HFConfig.of(old).rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"model_type": "mamba"}, "model_type"), ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"), ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"), ({"attention_bias": True}, "attention_bias"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"), ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ({"decoder_sparse_step": 2}, "decoder_sparse_step"), ({"hidden_size": "big"}, "hidden_size"),
+    ({"num_experts_per_tok": 1}, "norm_topk_prob"), ({"num_experts_per_tok": 200}, "num_experts_per_tok"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config")])
+def test_refuses_what_it_would_train_wrongly(change: dict, named: str) -> None:
+    with pytest.raises(UserMistake, match=named):
+        HFConfig.of({**QWEN3_30B, **change})
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(UserMistake, match="no such file"):
+        HFConfig.read(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B)[:-5])
+    with pytest.raises(UserMistake, match="not JSON"):
+        HFConfig.read(tmp_path)
