@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--weight-version")
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--exit", type=int, help="end at once with this status")
+    parser.add_argument("--clash-status", type=int, default=1, help="status to end with if the port is taken")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and have a child that does too")
     options, _ = parser.parse_known_args()
     if options.exit is not None:
@@ -201,7 +202,12 @@ def main() -> None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(f"child {child.pid}", flush=True)
     engine = ScriptedEngine(options.weight_version, options.delay)
-    web.run_app(engine.app(), host=options.host, port=options.port, print=None, handle_signals=not options.stubborn)
+    try:
+        web.run_app(engine.app(), host=options.host, port=options.port, print=None,
+                    handle_signals=not options.stubborn)
+    except OSError:
+        print(f"error: port {options.port} is taken", file=sys.stderr)
+        sys.exit(options.clash_status)
 
 
 if __name__ == "__main__":

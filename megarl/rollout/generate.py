@@ -118,7 +118,7 @@ class Generator:
             need: groups wanted, over all leaders.
             version: the newest weights published; see `protocol.Expected` for what `rollout.max_lag` allows.
         Raises:
-            EngineRefused: an engine refuses a request as wrong.
+            UserMistake: an engine refuses a request as wrong.
             MachineFault: no engine with current weights, another leader lost, or every group of the step dropped.
         """
         return self._run(self._collect(step, start_position, need, version))
@@ -171,7 +171,7 @@ class Generator:
         `drawn` and `dropped` count this leader's alone. top-p, top-k and min-p are allowed here.
 
         Raises:
-            EngineRefused, MachineFault: as in `collect`.
+            UserMistake, MachineFault: as in `collect`.
         """
         return self._run(self._evaluate(prompts, sampling, seed, version))
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from megarl.config.schema import Config
 from megarl.data.sample import Group, Prompt, Sample
-from megarl.errors import MachineFault
-from megarl.rollout.client import EngineClient, EngineFailed, EngineLost, EngineTimeout, backoff_s
+from megarl.errors import MachineFault, UserMistake
+from megarl.rollout.client import EngineClient, EngineFailed, EngineLost, EngineRefused, EngineTimeout, backoff_s
 from megarl.rollout.fleet import Balancer, EngineRecord, Fleet
 from megarl.rollout.protocol import (
     BadAnswer,
@@ -84,7 +84,7 @@ class Issuer:
         """All samples of `prompt`, or None if every attempt failed (counted under `dropped`).
 
         Raises:
-            EngineRefused: an engine refuses the request itself.
+            UserMistake: an engine refuses the request itself (too long for its context, say).
             MachineFault: no engine with current weights for `rollout.no_engine_timeout_s`.
         """
         avoid: set[tuple[str, int]] = set()
@@ -96,6 +96,9 @@ class Issuer:
             begun = time.monotonic()
             try:
                 completions = await self._ask(engine, prompt, seeds, work)
+            except EngineRefused as error:
+                raise UserMistake(f"an engine refuses the prompt at position {prompt.position}: {error}", "rollout",
+                                  "prompt and response must fit the model's context") from error
             except CURABLE as error:
                 work.counts[f"failed/{error.reason}"] += 1
                 log.warning("prompt %d, attempt %d of %d: %s", prompt.position, attempt + 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -43,7 +44,8 @@ def engine_command(config: Config, number: int, local_rank: int, host: str, port
     common = ["--model-path", config.model.path, "--host", host, "--port", str(port),
               "--dtype", _DTYPES[config.model.dtype], "--weight-version", version]
     if config.rollout.engine == "embedded":
-        return [sys.executable, "-m", "megarl.rollout.embedded", *common, "--slots", str(config.rollout.slots)]
+        return [sys.executable, "-m", "megarl.rollout.embedded", *common, "--slots", str(config.rollout.slots),
+                "--update-timeout", str(config.sync.timeout_s)]
     options = dict(config.sglang)
     first_gpu = (local_rank * config.rollout.engines_per_rank + number) * int(options.get("tp_size", 1))
     options.setdefault("base_gpu_id", first_gpu)
@@ -79,6 +81,16 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
+def is_taken(host: str, port: int) -> bool:
+    """Whether a socket is bound to the port now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, port))
+            return False
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+
+
 def engine_url(host: str, port: int) -> str:
     """`http://host:port`, an IPv6 address in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -93,13 +105,14 @@ class EngineProcess:
         log_path: its stdout and stderr, appended.
     """
 
-    def __init__(self, name: str, url: str, version: str, log_path: Path, log_offset: int,
+    def __init__(self, name: str, address: tuple[str, int], version: str, log_path: Path, log_offset: int,
                  process: asyncio.subprocess.Process) -> None:
-        self.name, self.url, self.log_path = name, url, log_path
-        self._version, self._log_offset, self._process = version, log_offset, process
+        self.name, self.url, self.log_path = name, engine_url(*address), log_path
+        self._address, self._version, self._log_offset, self._process = address, version, log_offset, process
 
     @classmethod
-    async def start(cls, name: str, command: list[str], url: str, version: str, log_path: Path) -> EngineProcess:
+    async def start(cls, name: str, command: list[str], address: tuple[str, int], version: str,
+                    log_path: Path) -> EngineProcess:
         """Start `command` in a process group of its own, killed by the kernel if this process dies.
 
         Must be called from the main thread: the kernel's promise is bound to the thread that forks.
@@ -112,7 +125,7 @@ class EngineProcess:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, str(_CHILD), str(os.getpid()), *command, stdin=asyncio.subprocess.DEVNULL, stdout=file,
                 stderr=asyncio.subprocess.STDOUT, env=engine_environment(), start_new_session=True)
-        return cls(name, url, version, log_path, offset, process)
+        return cls(name, address, version, log_path, offset, process)
 
     @property
     def pid(self) -> int:
@@ -167,9 +180,12 @@ class EngineProcess:
                     return MachineFault(f"{self.name} has been silent for {silence_s:.0f} s: {error}")
 
     def death(self) -> MachineFault | UserMistake:
-        """Why an ended process ended, with its own last words."""
+        """Why an ended process ended, with its own last words.
+
+        Status 64 is no mistake of the user's if another process holds the port: megarl picked it.
+        """
         code = self._process.returncode
-        if code == EXIT_MISTAKE:
+        if code == EXIT_MISTAKE and not is_taken(*self._address):
             return UserMistake(self._last_words(whole_message=True))
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return MachineFault(f"{self.name} {cause}; {self.log_path} ends: {self._last_words()}")

@@ -193,7 +193,9 @@ def _integers(values: list[Any]) -> np.ndarray:
 
 
 def _spans(meta: dict[str, Any], tokens: int) -> list[tuple[str, int, int]]:
-    """Version spans; an answer without any was made by one version throughout."""
+    """Version spans; tokens without any were made by one version throughout."""
+    if not tokens:
+        return []
     if not meta.get("weight_versions"):
         return [(str(meta["weight_version"]), 0, tokens)]
     spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in meta["weight_versions"]]

@@ -25,7 +25,7 @@ from megarl.errors import MachineFault, MegarlError, UserMistake
 from megarl.rollout.client import open_session
 from megarl.rollout.fleet import EngineRecord, Registrar, stopped
 from megarl.rollout.lease import BEAT_S, LeaseWatch
-from megarl.rollout.process import EngineProcess, engine_command, engine_url, free_port
+from megarl.rollout.process import EngineProcess, engine_command, free_port
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class _Supervisor:
         port = free_port(self._address)
         version = f"own-{record.id}-{record.incarnation}-{os.getpid()}"  # no trainer published it: serves nothing
         command = engine_command(self._config, number, self._local_rank, self._address, port, version)
-        return await EngineProcess.start(f"engine {record.id}", command, engine_url(self._address, port), version,
+        return await EngineProcess.start(f"engine {record.id}", command, (self._address, port), version,
                                          self._logs / f"engine-{record.id}.log")
 
     async def _until_death(self, engine: EngineProcess, record: EngineRecord,

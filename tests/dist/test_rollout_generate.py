@@ -12,7 +12,7 @@ from scripted_engine import ScriptedEngine, Serving, logprob_of, tokens_of
 
 from megarl.config.schema import SamplingConfig
 from megarl.data.sample import sample_seed
-from megarl.errors import MachineFault
+from megarl.errors import MachineFault, UserMistake
 from megarl.rollout.client import EngineBusy, EngineClient, EngineFailed, EngineLost, EngineRefused, EngineTimeout
 from megarl.rollout.fleet import Balancer, EngineRecord
 from megarl.rollout.protocol import BadAnswer, GenerateRequest, Sampling, format_version
@@ -183,7 +183,7 @@ def test_a_refused_request_ends_the_run():
     engine = ScriptedEngine(delay_s=0.05)
     engine.order("400", first_token=1)
     with Stage([engine]) as stage:
-        with pytest.raises(EngineRefused, match="status 400.*ordered 400"):
+        with pytest.raises(UserMistake, match="refuses the prompt at position 1: .*status 400.*ordered 400"):
             stage.collect(0, 0, 4)
         assert len(engine.requests) == 4
 

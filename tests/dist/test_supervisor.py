@@ -93,13 +93,14 @@ def test_an_engine_that_never_starts_is_given_up(tmp_path):
         assert world.outcome()["error"] == "MachineFault" and world.starts() == 2
 
 
-def test_another_server_on_the_port_is_not_taken_for_the_engine(tmp_path):
-    with Serving(ScriptedEngine("own-0.0-1-1")) as other:
+@pytest.mark.parametrize("status", [1, 64])
+def test_a_port_taken_since_it_was_picked_costs_one_start(tmp_path, status):
+    with Serving(ScriptedEngine("own-0.0-1-1")) as other:  # also answers /health: must not be taken for the engine
         port = int(other.url.rpartition(":")[2])
-        with Supervised(tmp_path, ports=[port]) as world:
+        with Supervised(tmp_path, ports=[port], options=["--clash-status", str(status)]) as world:
             (record,) = world.fleet.wait_ready(60)
             assert record.url != other.url and record.incarnation == 2
-            assert "address already in use" in world.log()
+            assert f"error: port {port} is taken" in world.log()
 
 
 def test_a_hanging_engine_is_replaced(tmp_path):
@@ -153,7 +154,8 @@ def test_ranks_that_are_missing_are_named(tmp_path):
 def test_commands_of_both_engines():
     embedded = engine_command(make_config("/m"), 0, 0, "127.0.0.1", 5, "own-1")
     assert embedded[1:] == ["-m", "megarl.rollout.embedded", "--model-path", "/m", "--host", "127.0.0.1", "--port",
-                            "5", "--dtype", "float32", "--weight-version", "own-1", "--slots", "64"]
+                            "5", "--dtype", "float32", "--weight-version", "own-1", "--slots", "64",
+                            "--update-timeout", "120.0"]
     config = make_config("/m", rollout={"engine": "sglang", "sglang_python": "/s/python", "engines_per_rank": 2})
     config = config.model_copy(update={"sglang": {"tp_size": 4, "disable_radix_cache": True, "log_requests": False,
                                                   "cuda_graph_bs": [1, 2]}})

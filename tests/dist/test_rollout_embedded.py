@@ -1,0 +1,142 @@
+"""Two supervised embedded engines, two leaders: the same samples whoever makes them, also when an engine is killed."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from models import save_hf_model
+from rollout_parts import GENERATION, SEED, VERSION, NumberedPrompts, in_loop
+from supervised import Supervised, processes_with, until
+
+from megarl.config.schema import SamplingConfig
+from megarl.data.sample import sample_seed
+from megarl.errors import MachineFault
+from megarl.rollout.client import EngineClient
+from megarl.rollout.generate import Generator
+
+GROUPS, SAMPLES, TOKENS = 16, 4, 120
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Engines with the weights VERSION (those of the directory, renamed), and a generator per leader."""
+    folder = tmp_path_factory.mktemp("embedded")
+    model = save_hf_model("qwen3_moe", folder / "model")
+    rollout = {"samples_per_prompt": SAMPLES, "max_response_tokens": TOKENS, "slots": 8, "groups_in_flight": 6,
+               "no_engine_timeout_s": 2.0}
+    with Supervised(folder, rollouts=2, options=None, model=str(model), rollout=rollout) as supervised:
+        records = supervised.fleet.wait_ready(240)
+        _publish(supervised)
+        assert all(in_loop(lambda session, url=record.url: EngineClient(url, session).model_info()).weight_version ==
+                   VERSION for record in records)
+        supervised.leaders = [
+            Generator(supervised.config, NumberedPrompts(), _fleet(supervised), supervised.store,
+                      generation=GENERATION, leader_index=leader, leaders=2, vocab_size=99, decode=str)
+            for leader in range(2)]
+        yield supervised
+        for leader in supervised.leaders:
+            leader.close()
+
+
+def _fleet(world):
+    return type(world.fleet)(world.store, 2, 1, world.config.cluster.lease_timeout_s)
+
+
+def _publish(world):
+    """What a publish leaves behind; the directory's weights are the current ones here."""
+    records = world.fleet.engines()
+    for record in records:
+        in_loop(lambda session, url=record.url: EngineClient(url, session).set_version(VERSION))
+    world.fleet.mark_synced(VERSION, records)
+
+
+def _collect(world, step, meanwhile=lambda: None):
+    """Position -> group, over both leaders, of positions 0 .. GROUPS - 1; and the leaders' counts together."""
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(leader.collect, step, 0, GROUPS, version=VERSION) for leader in world.leaders]
+        meanwhile()
+        results = [call.result() for call in calls]
+    groups = [group for result in results for group in result.groups]
+    assert sorted(group.prompt.position for group in groups) == list(range(GROUPS))
+    return {group.prompt.position: group for group in groups}, results[0].counts + results[1].counts
+
+
+def _assert_same(one, other):
+    for position in range(GROUPS):
+        for a, b in zip(one[position].samples, other[position].samples, strict=True):
+            assert a.response_ids.tolist() == b.response_ids.tolist()
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_samples_do_not_depend_on_who_makes_them_nor_on_a_killed_engine(world):
+    first, counts = _collect(world, 0)
+    assert counts["engine/0.0"] + counts["engine/1.0"] == GROUPS and min(counts["engine/0.0"], counts["engine/1.0"]) > 0
+    for position, group in first.items():
+        assert [(s.n, s.seed) for s in group.samples] == [(n, sample_seed(SEED, position, n)) for n in range(SAMPLES)]
+        for sample in group.samples:
+            assert sample.versions == [(VERSION, 0, len(sample.response_ids))]
+            ended = sample.response_ids[-1] == 1  # the end of sequence
+            assert sample.finish == ("stop" if ended else "length") and (ended or len(sample.response_ids) == TOKENS)
+    assert len({tuple(s.response_ids) for group in first.values() for s in group.samples}) == GROUPS * SAMPLES
+
+    killed = {}
+
+    def kill():
+        until(lambda: all(leader._issuer._balancer._in_flight["1.0", 1] for leader in world.leaders), "no request")
+        killed["pid"] = _pid_of(world, "1.0")
+        os.kill(killed["pid"], signal.SIGKILL)
+
+    again, counts = _collect(world, 1, kill)
+    assert counts["failed/lost"] == counts["retries"] >= 2 and counts["dropped"] == 0
+    _assert_same(first, again)
+
+    back = until(lambda: [r for r in world.fleet.engines() if r.key == ("1.0", 2)], "it did not come back", 240)
+    assert killed["pid"] not in processes_with(back[0].url.rpartition(":")[2])
+    assert [record.id for record in world.fleet.synced_engines()] == ["0.0"]
+    _publish(world)
+    third, counts = _collect(world, 2)
+    assert counts["engine/1.0"] > 0 and counts["retries"] == 0
+    _assert_same(first, third)
+
+
+def test_evaluation_on_real_engines(world):
+    _publish(world)
+    prompts = [NumberedPrompts().at(position) for position in range(5)]
+    greedy = SamplingConfig(samples=2, temperature=0.0, max_response_tokens=8)
+    results = [leader.generate_eval(prompts, greedy, 1, version=VERSION) for leader in world.leaders]
+    assert [len(result.groups) for result in results] == [3, 2]
+    for group in (group for result in results for group in result.groups):
+        assert group.samples[0].response_ids.tolist() == group.samples[1].response_ids.tolist()
+    truncated = SamplingConfig(samples=8, top_k=1, max_response_tokens=8)
+    (group,) = world.leaders[0].generate_eval(prompts[:1], truncated, 1, version=VERSION).groups
+    assert all(s.response_ids.tolist() == results[0].groups[0].samples[0].response_ids.tolist() for s in group.samples)
+
+
+def test_all_engines_dead_is_a_fault(world):
+    _publish(world)
+    faults = []
+
+    def collect(leader):
+        try:
+            leader.collect(9, 0, GROUPS, version=VERSION)
+        except MachineFault as fault:
+            faults.append(str(fault))
+
+    threads = [threading.Thread(target=collect, args=(leader,)) for leader in world.leaders]
+    for thread in threads:
+        thread.start()
+    for name in ("0.0", "1.0"):
+        os.kill(_pid_of(world, name), signal.SIGKILL)
+    for thread in threads:
+        thread.join(60)
+    assert len(faults) == 2 and all("no engine holds this run's weights since 2 s" in fault for fault in faults)
+
+
+def _pid_of(world, engine):
+    """Process id of an engine's present incarnation."""
+    (record,) = [record for record in world.fleet.engines() if record.id == engine]
+    (pid,) = processes_with(f"--port\0{record.url.rpartition(':')[2]}\0")
+    return pid
