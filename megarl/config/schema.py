@@ -80,7 +80,7 @@ class SourceConfig(Section):
     name: str = Field("", description="data source name; the file's stem if empty")
     weight: PositiveFloat = Field(1.0, description="share of an epoch's draws relative to the other sources")
     prompt: str = Field("prompt", description="column: text, or a list of chat messages")
-    label: str = Field("label", description="column with the reference answer")
+    label: str = Field("label", description="column with the reference answer; empty: there is none")
 
 
 class DataConfig(Section):
@@ -92,6 +92,8 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="a new order, from run.seed, in every epoch; false: as in the files")
     chat_template: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: for chat messages; always: also wraps plain text as a user message")
+    chat_template_options: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template (Qwen3: enable_thinking)")
     prompts_per_step: PositiveInt = Field(32, description="groups in one experience, over all ranks")
 
 
@@ -235,7 +237,7 @@ class EvalSetConfig(Section):
     path: str = Field(description="JSONL or Parquet file")
     name: str = Field("", description="in the metrics; the file's stem if empty")
     prompt: str = Field("prompt", description="column: text, or a list of chat messages")
-    label: str = Field("label", description="column with the reference answer")
+    label: str = Field("label", description="column with the reference answer; empty: there is none")
     limit: PositiveInt | None = Field(None, description="use the first so many prompts")
     sampling: SamplingConfig = Field(SamplingConfig(), description="how it is sampled")
     pass_at: list[PositiveInt] = Field(default_factory=list, description="k of pass@k; each at most sampling.samples")
