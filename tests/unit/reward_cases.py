@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def behave(response, label, prompt, *, factor: float = 1.0):
@@ -18,7 +19,9 @@ def behave(response, label, prompt, *, factor: float = 1.0):
     if response == "hang in C":
         re.match(r"(a+)+$", "a" * 60 + "b")  # holds the interpreter for longer than anybody waits
     if response == "hang with child":
-        subprocess.run(["sleep", "1000"])
+        child = subprocess.Popen(["sleep", "1000"])
+        Path(label).write_text(str(child.pid))
+        child.wait()
     if response == "die":
         os._exit(7)
     if response in ("nan", "inf"):

@@ -73,12 +73,13 @@ def test_what_a_function_sees(monkeypatch):
     assert list(batch[0].reward_terms.values()) == [1.0, 0.0, 0.0, 0.5]
 
 
-def test_failures_are_counted_and_only_theirs():
+def test_failures_are_counted_and_only_theirs(tmp_path):
     bad = ["raise", "exit", "nan", "inf", "none", "text", "hang", "hang in C", "hang with child", "die"]
     texts = [text for pair in zip(bad, ["ok"] * len(bad), strict=True) for text in pair]
     with RewardPool(config("reward_cases:behave", timeout_s=2)) as pool:
-        batch = samples(*texts)
+        batch = samples(*texts, label=str(tmp_path / "child"))
         report = pool.score(batch)
+        assert wait_until(lambda: gone((tmp_path / "child").read_text()))
         again = samples("abc", "abcd", "x", "y")
         assert pool.score(again).failed == 0 and rewards(again) == [3.0, 4.0, 1.0, 1.0]
     assert rewards(batch) == [None, 2.0] * len(bad)
@@ -155,20 +156,22 @@ def _is_worker(pid):
 def test_close_ends_hanging_workers_and_waiting_calls():
     pool = RewardPool(config("reward_cases:behave", timeout_s=1000))
     pids = [worker.pid for worker in pool._workers]
+    taken = [pool._submit(sample).future for sample in samples("hang", "hang in C")]
+    assert wait_until(lambda: pool._jobs.qsize() == 0)
     caught = []
 
     def score():
         try:
-            pool.score(samples("hang", "hang in C", "ok", "ok"))
+            pool.score(samples("ok", "ok"))
         except MachineFault as fault:
             caught.append(str(fault))
 
     thread = threading.Thread(target=score)
     thread.start()
-    assert wait_until(pool._jobs.qsize) and wait_until(lambda: pool._jobs.qsize() == 2)
+    assert wait_until(lambda: pool._jobs.qsize() == 2)
     pool.close()
-    thread.join()
-    assert caught == ["the reward pool is closed"]
+    thread.join(60)
+    assert caught + [str(future.exception(60)) for future in taken] == ["the reward pool is closed"] * 3
     assert all(gone(pid) for pid in pids)
     with pytest.raises(MachineFault, match="closed"):
         pool.score(samples("ok"))
