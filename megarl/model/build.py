@@ -22,20 +22,23 @@ from megarl.model.specs import block_spec
 
 
 def implementation(config: Config) -> Literal["local", "transformer_engine"]:
-    """What `model.implementation` means here; auto is Transformer Engine where it is installed and the device fits.
+    """What `model.implementation` means here; auto is Transformer Engine where it is installed and can run.
 
     Raises:
         UserMistake: Transformer Engine was asked for and cannot run here.
     """
+    obstacle = ""
+    if device.kind() == "cpu":
+        obstacle = "needs a GPU"
+    elif importlib.util.find_spec("transformer_engine") is None:
+        obstacle = "is not installed"
+    elif config.model.dtype != "bf16":
+        obstacle = "has packed attention for model.dtype bf16 only"
     asked = config.model.implementation
-    installed = importlib.util.find_spec("transformer_engine") is not None
-    on_cpu = device.kind() == "cpu"
-    if asked == "auto":
-        return "transformer_engine" if installed and not on_cpu else "local"
-    if asked == "transformer_engine" and (not installed or on_cpu):
-        raise UserMistake("transformer_engine was asked for but " + ("needs a GPU" if on_cpu else "is not installed"),
-                          "model.implementation", "use auto or local, or install transformer-engine on a GPU machine")
-    return asked
+    if asked == "transformer_engine" and obstacle:
+        raise UserMistake(f"transformer_engine was asked for but {obstacle}", "model.implementation",
+                          "use auto or local; for transformer_engine: a GPU, the package, and bf16")
+    return "local" if asked == "local" or obstacle else "transformer_engine"
 
 
 def padded_vocab(hf: HFConfig, layout: Layout) -> int:

@@ -75,8 +75,11 @@ class PolicyChunk(GPTModel):
         if self.implementation == "local":
             laid_out = segments(batch.cu_seqlens.tolist(), batch.cp_size, batch.cp_rank, batch.tokens_t.device)
             return LocalPack(segments=laid_out), rope.angles(batch.positions_t, self.rotary_pos_emb.inv_freq)
-        pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=batch.cu_seqlens, cu_seqlens_kv=batch.cu_seqlens,
+        bounds = batch.cu_seqlens
+        pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
                                max_seqlen_q=batch.max_seqlen, max_seqlen_kv=batch.max_seqlen)
+        if batch.cp_size > 1:  # TE's ring attention addresses its shares by these
+            pack.cu_seqlens_q_padded = pack.cu_seqlens_kv_padded = bounds
         return pack, self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)
 
     def head_weight(self) -> torch.Tensor:
