@@ -48,10 +48,11 @@ class UserMistake(MegarlError):
 
 
 class UserMistakes(UserMistake):
-    """Several mistakes told together, one line each."""
+    """One or several mistakes told together, one line each."""
 
     def __init__(self, mistakes: Sequence[UserMistake]) -> None:
-        super().__init__("\n".join(mistake.line() for mistake in mistakes))
+        lines = [mistake.line() for mistake in mistakes]
+        super().__init__("\n  ".join([f"{len(lines)} mistakes:", *lines]) if len(lines) > 1 else lines[0])
         self.mistakes = tuple(mistakes)
 
 

@@ -199,7 +199,8 @@ def _paths(config: Config) -> Iterator[UserMistake]:
     yield from files.check_run_dir(config.run.dir)
     for section, entries in (("data.sources", config.data.sources), ("eval.sets", config.eval.sets)):
         for number, entry in enumerate(entries):
-            yield from files.check_prompts(entry.path, entry.prompt, f"{section}.{number}")
+            columns = [column for column in (entry.prompt, entry.label) if column]
+            yield from files.check_prompts(entry.path, columns, f"{section}.{number}")
     if not Path(config.model.path).is_dir():
         yield UserMistake(f"{config.model.path} is not a directory", "model.path",
                           "give the directory of a Hugging Face checkpoint")

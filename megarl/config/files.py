@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.errors import UserMistake
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_ROWS_READ = 1000  # of each JSONL file; the loader reads the rest
+_READ_BYTES = 32 << 20  # about a second of JSON
 
 
 def check_model_files(path: str) -> Iterator[UserMistake]:
@@ -57,68 +57,24 @@ def _whole(path: Path) -> bool:
             return False
 
 
-def check_prompts(path: str, column: str, key: str) -> Iterator[UserMistake]:
-    """Mistakes in a file of prompts: absent, empty, another format, a bad row, no such column.
+def check_prompts(path: str, columns: list[str], key: str) -> Iterator[UserMistake]:
+    """Mistakes in a file of prompts: absent, empty, another format, a bad row, a column missing.
+
+    The rows of a large file are left to the loader, which reads it anyway.
 
     Args:
-        path: JSONL (its first rows are read) or Parquet (its schema is read).
-        column: that holds the prompt.
+        path: JSONL or Parquet.
+        columns: that every row must have.
         key: dotted key of the section that names the file ("data.sources.0").
     """
-    file = Path(path)
-    where, wanted = f"{key}.path", "give a JSONL or Parquet file with one prompt a row"
-    if file.suffix not in (".jsonl", ".parquet"):
-        yield UserMistake(f"{path} is neither .jsonl nor .parquet", where, wanted)
-    elif not file.is_file():
-        yield UserMistake(f"{path} is not there", where, wanted)
-    elif file.stat().st_size == 0:
-        yield UserMistake(f"{path} is empty", where, wanted)
-    elif file.suffix == ".jsonl":
-        yield from _check_jsonl(file, column, key)
-    else:
-        yield from _check_parquet(file, column, key)
-
-
-def _check_jsonl(file: Path, column: str, key: str) -> Iterator[UserMistake]:
-    rows, where = 0, f"{key}.path"
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if number > _ROWS_READ:
-                return
-            if not line.strip():
-                continue
-            rows += 1
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8 text"
-                yield UserMistake(f"{file} line {number} is not JSON: {reason}", where, "write one JSON object a line")
-                return
-            if not isinstance(row, dict):
-                yield UserMistake(f"{file} line {number} is not a JSON object", where, "write one JSON object a line")
-                return
-            if column not in row:
-                yield UserMistake(f"{file} line {number} has no column {column!r}", f"{key}.prompt",
-                                  f"its columns are {', '.join(map(str, row))}")
-                return
-    if not rows:
-        yield UserMistake(f"{file} has no rows", where, "write one JSON object a line")
-
-
-def _check_parquet(file: Path, column: str, key: str) -> Iterator[UserMistake]:
-    import pyarrow  # slow to import: only where a config names such a file
-    import pyarrow.parquet
+    from megarl.data.rows import open_rows  # pure, but above this package
 
     try:
-        metadata = pyarrow.parquet.read_metadata(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        yield UserMistake(f"{file} is not Parquet: {str(error).splitlines()[0]}", f"{key}.path", "write it again")
-        return
-    columns = metadata.schema.to_arrow_schema().names
-    if not metadata.num_rows:
-        yield UserMistake(f"{file} has no rows", f"{key}.path", "give a file with one prompt a row")
-    elif column not in columns:
-        yield UserMistake(f"{file} has no column {column!r}", f"{key}.prompt", f"its columns are {', '.join(columns)}")
+        if Path(path).is_file() and Path(path).stat().st_size > _READ_BYTES:
+            return
+        open_rows(path, columns, key)
+    except UserMistake as mistake:
+        yield mistake
 
 
 def check_run_dir(path: str) -> Iterator[UserMistake]:

@@ -123,10 +123,7 @@ def test_the_good_config_is_good(folder: Path) -> None:
     ({"megatron.moe_token_dispatcher_type": "flx"},
      "megatron.moe_token_dispatcher_type: 'flx' does not fit TransformerConfig.moe_token_dispatcher_type; give a value "
      "of the type Literal['allgather', 'alltoall', 'flex']"),
-    ({"data.sources.0.prompt": "question"}, "data.sources.0.prompt: F/train.jsonl line 1 has no column 'question'; "
-                                            "its columns are prompt, label"),
-    ({"data.sources.0.path": "F.txt"}, "data.sources.0.path: F.txt is neither .jsonl nor .parquet; give a JSONL or "
-                                       "Parquet file with one prompt a row"),
+    ({"data.sources.0.path": "F.txt"}, "data.sources.0.path: F.txt is neither .jsonl nor .parquet; give one of these"),
     ({"model.path": "F/none"},
      "model.path: F/none is not a directory; give the directory of a Hugging Face checkpoint"),
     ({"run.dir": "F/train.jsonl/run"}, "run.dir: F/train.jsonl is a file; give a directory"),
@@ -185,12 +182,14 @@ def spoil_config_json(folder: Path, **changes: Any) -> None:
     (lambda f: (f / "model/config.json").unlink(), "config.json: there is no such file"),
     (lambda f: spoil_config_json(f, model_type="mamba"), "model family 'mamba' is not known; known families: "),
     (lambda f: (f / "train.jsonl").unlink(), "train.jsonl is not there"),
-    (lambda f: (f / "train.jsonl").write_text(""), "train.jsonl is empty"),
+    (lambda f: (f / "train.jsonl").write_text(""), "train.jsonl has no rows"),
     (lambda f: (f / "train.jsonl").write_text("\n\n"), "train.jsonl has no rows"),
-    (lambda f: (f / "heldout.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": \n'),
-     "heldout.jsonl line 3 is not JSON: Expecting value"),
-    (lambda f: (f / "heldout.jsonl").write_text("[1]\n"), "heldout.jsonl line 1 is not a JSON object"),
-    (lambda f: (f / "heldout.jsonl").write_bytes(b'{"prompt": "\xff"}\n'), "line 1 is not JSON: not UTF-8 text"),
+    (lambda f: (f / "heldout.jsonl").write_text('{"prompt": "a", "label": 1}\n\n{"prompt": \n'),
+     "heldout.jsonl line 3: not JSON: Expecting value"),
+    (lambda f: (f / "heldout.jsonl").write_text("[1]\n"), "heldout.jsonl line 1: not a JSON object"),
+    (lambda f: (f / "heldout.jsonl").write_bytes(b'{"prompt": "\xff"}\n'), "line 1: not JSON: not UTF-8 text"),
+    (lambda f: (f / "heldout.jsonl").write_text('{"prompt": "a"}\n'),
+     "heldout.jsonl line 1: no column 'label'; its columns are prompt"),
 ])
 def test_files(tmp_path: Path, spoil: Any, expected: str) -> None:
     write_good(tmp_path)
@@ -202,11 +201,11 @@ def test_files(tmp_path: Path, spoil: Any, expected: str) -> None:
 def test_parquet(tmp_path: Path) -> None:
     write_good(tmp_path)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "label": ["b"]}), tmp_path / "t.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), tmp_path / "empty.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [], "label": []}), tmp_path / "empty.parquet")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
     assert told(tmp_path, {"data.sources.0.path": str(tmp_path / "t.parquet")}) == []
-    for name, column, expected in (("t", "q", "has no column 'q'; its columns are prompt, label"),
-                                   ("empty", "prompt", "has no rows"), ("bad", "prompt", "is not Parquet")):
+    for name, column, expected in (("t", "q", "no column 'q'; its columns are prompt, label"),
+                                   ("empty", "prompt", "has no rows"), ("bad", "prompt", "not Parquet")):
         [line] = told(tmp_path, {"data.sources.0": {"path": str(tmp_path / f"{name}.parquet"), "prompt": column}})
         assert expected in line
 

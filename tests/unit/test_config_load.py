@@ -10,7 +10,7 @@ from megarl.config import keys
 from megarl.config.load import build, load, save_effective
 from megarl.config.reference import markdown
 from megarl.config.schema import Config
-from megarl.errors import UserMistake
+from megarl.errors import UserMistake, UserMistakes
 
 MINIMAL = """\
 model: {path: m}
@@ -32,7 +32,8 @@ def mistakes(folder: Path, text: str, *overrides: str) -> list[str]:
     """The lines told about a config, without the folder's name."""
     with pytest.raises(UserMistake) as caught:
         load(write(folder, text), overrides)
-    return [line.replace(f"{folder}/", "") for line in str(caught.value).replace("\n  remedy: ", "; ").splitlines()]
+    told = caught.value.mistakes if isinstance(caught.value, UserMistakes) else [caught.value]
+    return [mistake.line().replace(f"{folder}/", "") for mistake in told]
 
 
 def test_values_and_defaults(tmp_path: Path) -> None:
