@@ -25,7 +25,7 @@ QUADRATIC = 3.5e-5
 
 Forward FLOPs per token: 2 x active parameters for the linear layers, 2 x layers x heads x head_dim x length for causal
 attention (scores and values, half of the square). Qwen3-4B: 3.7e-5, Qwen3-235B-A22B: 3.5e-5, Qwen3-30B-A3B: 6e-5. At
-3.5e-5 a sequence of 28 k tokens spends half of its time in attention."""
+3.5e-5 a sequence of 28 k tokens spends half of its work on attention."""
 
 COST_UNIT = 1024  # costs are integers, in 1/1024 of one token's linear work: sums do not depend on their order
 
