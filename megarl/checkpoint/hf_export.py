@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,17 +88,19 @@ def save_hf(chunks: list[torch.nn.Module], hf: HFConfig, layout: Layout, source_
 
     Collective over all trainers. Each stage's source writes its own shards, so `target_dir` must be on a file system
     that all of them share; at most one shard per stage is in memory. Tensors are stored in the source checkpoint's
-    dtype. Each file appears whole or not at all; the index, or the single file, comes last.
+    dtype. Weights of an earlier export in `target_dir` are removed first; each file appears whole or not at all, the
+    index last.
     """
     source = SafetensorsDir(source_dir)
     dtypes = {tensor.name: source.dtype(tensor.name) for tensor in tables.hf_tensors(hf)}
     target = Path(target_dir)
     target.mkdir(parents=True, exist_ok=True)
-    from megatron.core import parallel_state as ps
-
-    ep_size = ps.get_expert_model_parallel_world_size()
-    files, total = plan_shards(hf, layout.pipeline, ep_size, dtypes, shard_bytes)
-    left = {file: sum(f == file for f in files.values()) for file in files.values()}
+    if dist.get_rank() == 0:
+        for stale in (*target.glob("*.safetensors"), *target.glob(INDEX)):
+            stale.unlink()
+    dist.barrier()
+    files, total = plan_shards(hf, layout.pipeline, layout.expert, dtypes, shard_bytes)
+    left = Counter(files.values())
     shard: dict[str, torch.Tensor] = {}
     for name, tensor in iter_hf_tensors(chunks, hf, layout):
         if tensor is None:

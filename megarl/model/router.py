@@ -165,7 +165,6 @@ class Router(TopKRouter):
             return probs
         if not state.global_tokens or (balanced and state.fractions is None):
             raise RuntimeError("RouterState.set_step was not called before a training forward")
-        logits = torch.where(real[:, None], logits, 0.0)  # a NaN of padding must not reach the gradients
         loss = zero = logits.new_zeros(())
         if balanced:
             weight = state.coefficient * logits.size(1) * state.fractions[self.layer] / state.global_tokens

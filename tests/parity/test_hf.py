@@ -222,6 +222,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
         family, changes = VARIANTS.get(name, (name, {}))
         models.save_hf_model(family, folder / name, max_shard_size="60KB", **changes)
         torch.save(reference(name), folder / name / "expected.pt")
+        (folder / f"out-{name}").mkdir()
+        (folder / f"out-{name}" / "model-00001-of-00099.safetensors").write_bytes(b"of an earlier export")
     return folder, run_world(4, on_ranks, str(folder))
 
 
@@ -237,6 +239,8 @@ def test_equals_transformers(world: Any, case: str) -> None:
 
 def test_export_gives_the_same_bytes(world: Any) -> None:
     """Every tensor of the checkpoint comes back with its dtype and bytes, and the other files too."""
+    import json
+
     from safetensors import safe_open
 
     for name in dict.fromkeys(name for name, _, _ in CASES.values()):
@@ -248,6 +252,8 @@ def test_export_gives_the_same_bytes(world: Any) -> None:
                 with safe_open(file, "pt") as opened:
                     tensors[-1] |= {key: opened.get_tensor(key) for key in opened.keys()}
         assert tensors[0].keys() == tensors[1].keys()
+        index = json.loads((folders[1] / "model.safetensors.index.json").read_text())
+        assert {file.name for file in folders[1].glob("*.safetensors")} == set(index["weight_map"].values())
         for key, tensor in tensors[0].items():
             assert tensor.dtype == tensors[1][key].dtype and torch.equal(tensor, tensors[1][key]), key
         assert (folders[0] / "config.json").read_bytes() == (folders[1] / "config.json").read_bytes()
