@@ -1,0 +1,114 @@
+"""The broadcast transport: buckets from one trainer to a set of engines over a process group made for it.
+
+gloo between CPUs, NCCL between GPUs. The source trainer is rank 0 and hosts the group's store itself, so that nothing
+depends on how the job was launched (under torchrun a `tcp://` group would look for torchrun's own store). The group's
+name and the nesting of its stores are those that SGLang's `init_custom_process_group` makes on the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+from megarl.cluster import device
+from megarl.rollout.client import EngineClient
+from megarl.rollout.protocol import InitGroup, UpdateBucket
+from megarl.sync.background import EventLoop, all_well, in_thread
+from megarl.sync.buckets import Bucket
+
+
+class Broadcast:
+    """A group of this trainer and the engines of `clients`, through which buckets go one after the other.
+
+    Making it blocks until every engine has joined. Whatever may block for long runs in threads of its own, so an
+    engine's refusal is raised at once, although the thread then stays in the orphaned call until the timeout.
+
+    Args:
+        clients: of the engines, in the order of their ranks.
+        loop: where the clients' session lives.
+        name: of the group; never used before by any of these engines.
+        address: under which the engines reach this host.
+        ranks_per_engine: tensor-parallel processes of each engine, each a rank of the group.
+        on_cpu: the engines hold their weights on CPU.
+        timeout_s: of joining and of every bucket.
+    Attributes:
+        device: where buckets must lie.
+    Raises:
+        MachineFault: an engine refused, died or did not come in time; named.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], loop: EventLoop, *, name: str, address: str,
+                 ranks_per_engine: int, on_cpu: bool, timeout_s: float) -> None:
+        self.device = torch.device("cpu") if on_cpu else device.current()
+        self._clients, self._loop, self._name, self._timeout_s = list(clients), loop, name, timeout_s
+        self._backend = "gloo" if on_cpu else "nccl"
+        self._arriving: Future[None] | None = None
+        timeout = datetime.timedelta(seconds=timeout_s)
+        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        size = 1 + ranks_per_engine * len(self._clients)
+        joining = in_thread(lambda: self._join(size, timeout), f"join {name}")
+        invitations = [InitGroup(address, self._store.port, 1 + ranks_per_engine * number, size, name, self._backend)
+                       for number in range(len(self._clients))]
+        posts = [client.init_group(invitation, timeout_s=timeout_s)
+                 for client, invitation in zip(self._clients, invitations, strict=True)]
+        loop.run(all_well([*posts, _await(joining)], f"make the group {name}"))
+        self._group = joining.result()
+
+    def _join(self, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
+        """SGLang's layers of prefixes: the name here, the name with a slash inside the helper."""
+        group, _ = _new_process_group_helper(size, 0, [], dist.Backend(self._backend),
+                                             dist.PrefixStore(self._name, self._store), group_name=self._name,
+                                             timeout=timeout)
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        return group
+
+    def push(self, bucket: Bucket) -> None:
+        """Send a bucket on its way; returns when the one before it has arrived.
+
+        Raises:
+            MachineFault: the one before was refused, or an engine died; named. Nothing more can be sent.
+        """
+        self.finish()
+        device.synchronize()  # the bucket is filled; the sending thread does not share this one's stream
+        dtype = str(bucket.dtype).removeprefix("torch.")
+        message = UpdateBucket(tuple(bucket.names), (dtype,) * len(bucket.names), tuple(bucket.shapes), self._name,
+                               load_format="flattened_bucket", flush_cache=False)
+        self._arriving = self._loop.start(self._send(message, bucket.storage[:bucket.bytes]))
+
+    async def _send(self, message: UpdateBucket, flat: torch.Tensor) -> None:
+        posts = [client.update_bucket(message, timeout_s=self._timeout_s) for client in self._clients]
+        sending = in_thread(lambda: self._broadcast(flat), f"broadcast {self._name}")
+        await all_well([*posts, _await(sending)], f"send {len(message.names)} tensors from {message.names[0]} on")
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        if flat.is_cuda:
+            torch.cuda.set_device(flat.device)  # a thread begins with device 0
+        dist.broadcast(flat, src=0, group=self._group)
+        if flat.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def finish(self) -> None:
+        """Wait until the last bucket has arrived. Raises as `push` does."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.result()
+
+    def close(self, urls: set[str]) -> None:
+        """Leave the group, and have the engines at `urls` leave it."""
+        self.abandon()
+        self._loop.run(all_well([client.destroy_group(self._name) for client in self._clients if client.url in urls],
+                                f"leave the group {self._name}"))
+
+    def abandon(self) -> None:
+        """Leave the group without telling the engines."""
+        dist.destroy_process_group(self._group)
+
+
+async def _await(future: Future) -> None:
+    await asyncio.wrap_future(future)
