@@ -23,6 +23,7 @@ class SlotCache:
         self.all = torch.zeros(layers, 2, slots, kv_heads, 0, head_dim, dtype=dtype)
         self.length = 0
 
+    @torch.inference_mode()
     def reserve(self, length: int) -> None:
         """Have room for `length` positions in each slot."""
         if length <= self.length:
@@ -34,15 +35,18 @@ class SlotCache:
         bigger[:, :, :, :, :self.length] = self.all
         self.all, self.length = bigger, grown
 
+    @torch.inference_mode()
     def place(self, slots: list[int], kv_l2ktd: torch.Tensor) -> None:
         """Copy keys and values [layers, 2, kv_heads, tokens, head_dim] to the start of each of `slots`."""
         tokens = kv_l2ktd.shape[3]
         self.all[:, :, torch.tensor(slots), :, :tokens] = kv_l2ktd.unsqueeze(2)
 
+    @torch.inference_mode()
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions of slots to other slots."""
         self.all[:, :, torch.tensor(targets), :, :length] = self.all[:, :, torch.tensor(sources), :, :length]
 
+    @torch.inference_mode()
     def clear(self, slot: int | None = None) -> None:
         """Zero one slot, or all."""
         (self.all if slot is None else self.all[:, :, slot]).zero_()
