@@ -94,6 +94,7 @@ class Checkpoints:
         for number, chunk in enumerate(self._optimizer.chunks):
             chunk.module.load_state_dict(state[f"model{number}"])
         self._optimizer.inner.load_state_dict(state["optimizer"])
+        self._optimizer.schedule.num_steps = 0  # its load adds the saved steps to those already there
         self._optimizer.schedule.load_state_dict(state["schedule"])
         if same_world:
             _set_random_state(state["random"])

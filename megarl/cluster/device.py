@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from megarl.errors import UserMistake
+
 _prepared: str | None = None
 
 
@@ -17,7 +19,8 @@ def prepare(kind: Literal["auto", "cpu", "cuda"] = "auto") -> None:
     LOCAL_RANK. A second call with the same result does nothing.
 
     Raises:
-        RuntimeError: cuda was asked for and is absent, or another device was prepared before.
+        UserMistake: cuda was asked for and is absent.
+        RuntimeError: another device was prepared before.
     """
     global _prepared
     available = torch.cuda.is_available()
@@ -28,7 +31,7 @@ def prepare(kind: Literal["auto", "cpu", "cuda"] = "auto") -> None:
         return
     if chosen == "cuda":
         if not available:
-            raise RuntimeError("cluster.device is cuda but torch sees no CUDA device")
+            raise UserMistake("torch sees no CUDA device", "cluster.device", "set it to auto or cpu")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     else:
         from megarl.cluster import cpu_shim

@@ -103,7 +103,15 @@ def block_members(layout: Layout, dp: int) -> list[int]:
     return [rank for rank in range(layout.world) if coordinates(layout, rank)[2] == dp]
 
 
-def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum over `group` (all trainers if None), in place; returned for convenience."""
-    dist.all_reduce(values, group=group)
-    return values
+def sum_named(values: dict[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """Sum each value over `group` (all trainers if None); every rank has the same names in the same order."""
+    totals = torch.tensor(list(values.values()), dtype=torch.float64, device=device.current())
+    dist.all_reduce(totals, group=group)
+    return dict(zip(values, totals.tolist(), strict=True))
+
+
+def from_leader(tensor: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Broadcast the block leader's tensor to its block, in place; every rank has one of the same shape."""
+    if len(groups.block_ranks) > 1:
+        dist.broadcast(tensor, groups.block_ranks[0], group=groups.block)
+    return tensor

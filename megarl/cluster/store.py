@@ -10,6 +10,7 @@ import datetime
 import os
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -88,3 +89,17 @@ def _new_generation() -> str:
     job = os.environ.get("SLURM_JOB_ID", "local")
     restart = os.environ.get("SLURM_RESTART_COUNT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return f"{job}.{restart}.{secrets.token_hex(3)}"
+
+
+def farewell(control: Control, partition: Partition, timeout_s: float) -> None:
+    """Leave the run in order: trainer 0, which may host the store, leaves last.
+
+    Args:
+        control, partition: this rank's.
+        timeout_s: how long trainer 0 waits for the others; after it, it leaves all the same.
+    """
+    left = control.store.add("left", 1)
+    deadline = time.monotonic() + timeout_s
+    while partition.rank == 0 and left < partition.world and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = control.store.add("left", 0)

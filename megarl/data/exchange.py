@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster import device
-from megarl.cluster.groups import Groups
+from megarl.cluster.groups import Groups, from_leader
 from megarl.data.ragged import META_COLUMNS, SampleBatch
 from megarl.data.table import SampleTable
 
@@ -24,12 +24,12 @@ def gather_table(local: SampleBatch | None, groups: Groups) -> SampleTable:
         sizes[groups.dp] = len(local)
         sizes = sizes.to(device.current())
         dist.all_reduce(sizes, group=groups.leaders)
-    sizes = _from_leader(sizes.to(device.current()), groups).tolist()
+    sizes = from_leader(sizes.to(device.current()), groups).tolist()
     metas = torch.zeros(groups.layout.data, max(sizes), META_COLUMNS, dtype=torch.int64, device=device.current())
     if groups.is_leader:
         metas[groups.dp, : len(local)] = local.to_wire()[0].to(metas.device)
         dist.all_reduce(metas, group=groups.leaders)  # each row is set by one leader, zero elsewhere
-    metas = _from_leader(metas, groups).cpu().numpy()
+    metas = from_leader(metas, groups).cpu().numpy()
     rows = np.concatenate([metas[owner, :size] for owner, size in enumerate(sizes)])
     owner = np.repeat(np.arange(len(sizes)), sizes)
     row = np.concatenate([np.arange(size) for size in sizes])
@@ -67,7 +67,7 @@ def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, 
             sent = torch.cat([parts[part] for parts in outgoing]).to(where)
             dist.all_to_all_single(wire[part], sent, _incoming(table, target, groups, part),
                                    [len(parts[part]) for parts in outgoing], group=groups.leaders)
-    arrived = SampleBatch.from_wire(*(_from_leader(tensor, groups) for tensor in wire))
+    arrived = SampleBatch.from_wire(*(from_leader(tensor, groups) for tensor in wire))
     order = np.argsort(numbers)
     return arrived.select(order), numbers[order]
 
@@ -77,9 +77,3 @@ def _incoming(table: SampleTable, target: np.ndarray, groups: Groups, part: int)
     per_sample = (np.ones_like(table.row), table.lengths, table.response_tokens)[part]
     mine = target == groups.dp
     return [int(per_sample[mine & (table.owner == owner)].sum()) for owner in range(groups.layout.data)]
-
-
-def _from_leader(tensor: torch.Tensor, groups: Groups) -> torch.Tensor:
-    if len(groups.block_ranks) > 1:
-        dist.broadcast(tensor, groups.block_ranks[0], group=groups.block)
-    return tensor

@@ -64,7 +64,7 @@ def cut_minibatches(table: SampleTable, count: int, trained: np.ndarray, seed: i
         seed: of the shuffle; the same on all ranks.
 
     Returns:
-        Sample numbers of each minibatch, ascending. A minibatch is empty if none of its samples is trained on.
+        Numbers into the table of each minibatch, ascending. A minibatch is empty if none of its samples is trained on.
     """
     order = np.random.default_rng(seed).permutation(table.group.max(initial=-1) + 1)
     parts = np.array_split(order, count)
@@ -73,7 +73,7 @@ def cut_minibatches(table: SampleTable, count: int, trained: np.ndarray, seed: i
 
 def plan_minibatch(table: SampleTable, members: np.ndarray, layout: Layout, batch: BatchConfig,
                    slots_multiple: int = 1) -> PackingPlan:
-    """Which data-parallel rank and micro-batch trains which of `members`; bins hold numbers into the table.
+    """Which data-parallel rank and micro-batch trains which of `members`; bins hold numbers into `members`.
 
     Raises:
         UserMistake: a sequence is longer than batch.max_tokens and batch.on_long_sequence is error.

@@ -1,0 +1,113 @@
+"""The experience buffer: what the loop takes a step's samples from.
+
+Synchronous training is a lag of 0: a take then has the leaders generate the step with the weights just published, and
+returns when its last group is scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megarl.cluster import device
+from megarl.cluster.groups import Groups, from_leader, sum_named
+from megarl.data.exchange import gather_table
+from megarl.data.ragged import SampleBatch
+from megarl.data.sample import Group
+from megarl.data.table import SampleTable
+from megarl.errors import MachineFault
+
+_COUNTS = ("response_tokens", "prompt_tokens", "cached_tokens", "samples", "truncated", "retries", "dropped")
+
+
+class Collected(Protocol):
+    """What the leaders' collection gives (see `rollout.generate.Collected`)."""
+
+    groups: list[Group]
+    filtered: list[Group]
+    next_position: int
+    counts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One step's samples.
+
+    Attributes:
+        local: this leader's scored samples; None on other ranks.
+        groups: the same as groups, for records; [] on other ranks.
+        table: all samples of the step, on every trainer.
+        next_position: where the data goes on.
+        metrics: on leaders, of all leaders; {} on other ranks.
+    """
+
+    local: SampleBatch | None
+    groups: list[Group]
+    table: SampleTable
+    next_position: int
+    metrics: dict[str, float]
+
+
+class ExperienceBuffer:
+    """Hands out experiences, one per step. Collective over the trainers.
+
+    Args:
+        collect: `(step, position, version) -> Collected`, this leader's part of a step; None on other ranks.
+        groups: this trainer's groups.
+        terms: names of the reward terms, as in `Sample.reward_terms`.
+    """
+
+    def __init__(self, collect: Callable[[int, int, str], Collected] | None, groups: Groups,
+                 terms: Sequence[str]) -> None:
+        self._collect, self._groups, self._terms = collect, groups, terms
+
+    def take(self, step: int, position: int, version: str) -> Taken:
+        """The samples of `step`, whose prompts begin at `position`, made with weights `version`.
+
+        Samples without a reward (it failed, and reward.on_error is drop) are left out.
+
+        Raises:
+            MachineFault: no sample of the step has a reward.
+        """
+        local, found, metrics, after = None, [], {}, torch.zeros(1, dtype=torch.int64, device=device.current())
+        if self._collect is not None:
+            collected = self._collect(step, position, version)
+            found = collected.groups
+            local = SampleBatch.from_groups(found)
+            local = local.select(np.flatnonzero(~np.isnan(local.rewards)))
+            after.fill_(collected.next_position)
+            metrics = self._measure(collected)
+        table = gather_table(local, self._groups)
+        if not len(table):
+            raise MachineFault(f"no sample of step {step} can be trained on: all were dropped or filtered")
+        return Taken(local, found, table, int(from_leader(after, self._groups)), metrics)
+
+    def _measure(self, collected: Collected) -> dict[str, float]:
+        """Metrics of all samples of the step, filtered groups included; collective over the leaders."""
+        samples = [s for group in (*collected.groups, *collected.filtered) for s in group.samples]
+        rewards = [s.reward for s in samples if s.reward is not None]
+        sums = {name: float(collected.counts.get(name, 0)) for name in _COUNTS}
+        sums |= {"scored": float(len(rewards)), "reward": math.fsum(rewards),
+                 "squares": math.fsum(r * r for r in rewards), "filtered": float(len(collected.filtered))}
+        for term in self._terms:
+            values = [s.reward_terms[term] for s in samples if term in s.reward_terms]
+            sums |= {f"term {term}": math.fsum(values), f"count {term}": float(len(values))}
+        total = sum_named(sums, self._groups.leaders)
+        scored, count = max(total["scored"], 1), max(total["samples"], 1)
+        mean = total["reward"] / scored
+        metrics = {
+            "reward/mean": mean, "reward/std": math.sqrt(max(total["squares"] / scored - mean * mean, 0)),
+            "reward/unscored": total["samples"] - total["scored"],
+            "rollout/response_tokens": total["response_tokens"] / count,
+            "rollout/prompt_tokens": total["prompt_tokens"] / count,
+            "rollout/truncated": total["truncated"] / count, "rollout/retries": total["retries"],
+            "rollout/dropped_groups": total["dropped"], "rollout/filtered_groups": total["filtered"]}
+        if len(self._terms) > 1:
+            metrics |= {f"reward/{term}": total[f"term {term}"] / max(total[f"count {term}"], 1)
+                        for term in self._terms}
+        return metrics
