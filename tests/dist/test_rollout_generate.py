@@ -95,6 +95,14 @@ def test_a_failed_group_is_issued_again_elsewhere(kind, reason):
     assert first <= {request["input_ids"][0] for request in engines[1].requests}
 
 
+def test_the_next_attempt_goes_to_another_engine_even_if_that_is_busier():
+    engines = [ScriptedEngine(), ScriptedEngine(delay_s=0.3)]
+    engines[0].order("html")
+    with Stage(engines, config=make_config(rollout={"retries": 1, "groups_in_flight": 4})) as stage:
+        (result,) = stage.collect(0, 0, 8)
+    assert result.kept == 8 and result.counts["retries"] > 0
+
+
 def test_a_group_that_always_fails_is_dropped_and_counted():
     engines = [ScriptedEngine(), ScriptedEngine()]
     for engine in engines:
@@ -224,16 +232,19 @@ def test_scoring_goes_on_while_other_groups_are_generated():
 
     async def score(samples):
         position = samples[0].prompt.position
-        while position == 0 and len(engine.requests) < 3:  # ends only if generation does not wait for it
+        waits = 0
+        while position == 0 and len(engine.requests) < 3 and waits < 500:  # not met if generation waits for scores
             await asyncio.sleep(0.01)
-        seen.append(position)
+            waits += 1
+        seen.append((position, len(engine.requests)))
         for sample in samples:
             sample.reward = 1.0
         return len(samples)
 
     with Stage([engine], config=make_config(rollout={"groups_in_flight": 1}), score=score) as stage:
         (result,) = stage.collect(0, 0, 3)
-    assert sorted(seen) == [0, 1, 2] and result.reports == [4, 4, 4]
+    assert sorted(position for position, _ in seen) == [0, 1, 2] and result.reports == [4, 4, 4]
+    assert dict(seen)[0] == 3
     assert all(sample.reward == 1.0 for group in result.groups for sample in group.samples)
 
 
