@@ -15,6 +15,9 @@ def aligned(count: int) -> int:
 class SlotCache:
     """[layers, 2 (keys, values), slots, kv_heads, length, head_dim]; `length` grows by doubling.
 
+    `lanes_rn` [slots, 2 * kv_heads]: where the keys, then the values, of a slot's heads begin in one layer, counted in
+    vectors of head_dim.
+
     Positions at and after a slot's own length hold leftovers; whoever reads masks them away. They are finite unless a
     sequence overflowed, hence `clear`.
     """
@@ -22,6 +25,7 @@ class SlotCache:
     def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         self.all = torch.zeros(layers, 2, slots, kv_heads, 0, head_dim, dtype=dtype)
         self.length = 0
+        self.lanes_rn = torch.zeros(slots, 2 * kv_heads, dtype=torch.int64)
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
@@ -34,6 +38,8 @@ class SlotCache:
         bigger = self.all.new_zeros(shape)
         bigger[:, :, :, :, :self.length] = self.all
         self.all, self.length = bigger, grown
+        _, both, slots, heads, _, _ = shape
+        self.lanes_rn = (torch.arange(both * slots * heads) * grown).view(both, slots, heads).transpose(0, 1).flatten(1)
 
     @torch.inference_mode()
     def place(self, slots: list[int], kv_l2ktd: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from megarl.model.hf_config import HFConfig
-from megarl.rollout.embedded.cache import SlotCache, aligned
+from megarl.rollout.embedded.cache import ALIGN, SlotCache, aligned
 from megarl.rollout.embedded.weights import LayerWeights, Weights
 
 KEYS_PER_SUM = 512  # MKL adds longer sums in pieces whose size depends on the length
@@ -99,8 +99,7 @@ class Decoder:
             if number + 1 == hf.layers:
                 break  # nobody reads the last hidden states
             mixed = torch.cat([self._attend_prompts(qkv_tnd, part) for part in parts])
-            hidden_th = torch.addmm(hidden_th, mixed, layer.o_ho.t())
-            hidden_th = self._mlp(layer, hidden_th)
+            hidden_th = self._mlp(layer, torch.addmm(hidden_th, mixed, layer.o_oh), not hf.experts)
         return kv
 
     def _attend_prompts(self, qkv_tnd: torch.Tensor, part: Prompts) -> torch.Tensor:
@@ -128,35 +127,33 @@ class Decoder:
         cache.reserve(length)
         self._rope.reserve(cache.length)
         cos, sin = self._rope.cos_pd[positions_r].unsqueeze(1), self._rope.sin_pd[positions_r].unsqueeze(1)
-        later = torch.arange(length) > positions_r.unsqueeze(1)
-        bias = torch.zeros(rows, length, dtype=self.weights.dtype).masked_fill_(later, -math.inf)
-        bias = bias.repeat_interleave(hf.kv_heads, 0).unsqueeze(1)
-        # Where row r's kv head j goes in one layer's cache seen as [2 * slots * kv_heads * length, head_dim].
-        lane = torch.arange(rows * hf.kv_heads).view(rows, hf.kv_heads) * cache.length + positions_r.unsqueeze(1)
-        place = torch.cat([lane, lane + cache.all[0, 0].numel() // hf.head_dim], 1)
+        seen_k1 = positions_r.repeat_interleave(hf.kv_heads).unsqueeze(1)
+        bias = torch.where(torch.arange(length) > seen_k1, -math.inf, 0.0).to(self.weights.dtype).unsqueeze(1)
+        place_rn = cache.lanes_rn[:rows] + positions_r.unsqueeze(1)
+        # one view of all layers each, taken apart once: views cost as much as a small product
+        lanes = rows * hf.kv_heads
+        whole = cache.all.view(hf.layers, -1, hf.head_dim)
+        keys, values = cache.all.flatten(2, 3)[:, :, :lanes, :length].unbind(1)
         hidden_rh = self.weights.embedding_vh[tokens_r]
-        for layer, cached in zip(self.weights.layers, cache.all, strict=True):
+        for layer, cached, keys_kdt, values_ktd in zip(self.weights.layers, whole.unbind(), keys.mT.unbind(),
+                                                       values.unbind(), strict=True):
             qkv_rnd = self._qkv(layer, hidden_rh, cos, sin)
-            cached.view(-1, hf.head_dim).index_put_((place,), qkv_rnd[:, hf.heads:])
-            mixed = self._attend_slots(qkv_rnd, cached, bias, length)
-            hidden_rh = torch.addmm(hidden_rh, mixed, layer.o_ho.t())
-            hidden_rh = self._mlp(layer, hidden_rh)
+            cached.index_put_((place_rn,), qkv_rnd[:, hf.heads:])
+            q_kgd = qkv_rnd[:, :hf.heads].reshape(lanes, hf.heads // hf.kv_heads, hf.head_dim)
+            mixed_rq = self._attend_slots(q_kgd, keys_kdt, values_ktd, bias).view(rows, -1)
+            hidden_rh = self._mlp(layer, torch.addmm(hidden_rh, mixed_rq, layer.o_oh), self.weights.fused_experts)
         return functional.linear(self._norm(hidden_rh, self.weights.norm_h), self.weights.head_vh).float()
 
-    def _attend_slots(self, qkv_rnd: torch.Tensor, cached: torch.Tensor, bias: torch.Tensor,
-                      length: int) -> torch.Tensor:
-        """Attention of one token per slot over its cached keys; [R, heads * head_dim]."""
-        hf, rows = self.hf, len(qkv_rnd)
-        lanes = rows * hf.kv_heads
-        keys, values = cached.flatten(1, 2)[:, :lanes, :length]
-        q = qkv_rnd[:, :hf.heads].reshape(lanes, hf.heads // hf.kv_heads, hf.head_dim)
-        scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=hf.head_dim ** -0.5)
-        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-        mixed = torch.bmm(weights[..., :KEYS_PER_SUM], values[:, :KEYS_PER_SUM])
-        for start in range(KEYS_PER_SUM, length, KEYS_PER_SUM):
+    def _attend_slots(self, q_kgd: torch.Tensor, keys_kdt: torch.Tensor, values_ktd: torch.Tensor,
+                      bias: torch.Tensor) -> torch.Tensor:
+        """One token per slot over its cached keys; k: slots x kv heads, g: query heads of one kv head. As `q_kgd`."""
+        scores = torch.baddbmm(bias, q_kgd, keys_kdt, alpha=self.hf.head_dim ** -0.5)
+        weights = scores.softmax(-1, dtype=torch.float32).to(q_kgd.dtype)
+        mixed = torch.bmm(weights[..., :KEYS_PER_SUM], values_ktd[:, :KEYS_PER_SUM])
+        for start in range(KEYS_PER_SUM, values_ktd.shape[1], KEYS_PER_SUM):
             end = start + KEYS_PER_SUM
-            mixed = torch.baddbmm(mixed, weights[..., start:end], values[:, start:end])
-        return mixed.view(rows, -1)
+            mixed = torch.baddbmm(mixed, weights[..., start:end], values_ktd[:, start:end])
+        return mixed
 
     def _qkv(self, layer: LayerWeights, hidden_th: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """q, k and v heads [T, heads + 2 * kv_heads, head_dim], q and k normalised and rotated."""
@@ -175,21 +172,21 @@ class Decoder:
         scale = torch.addcmul(self._eps, size, size, value=1.0 / hidden.shape[-1]).rsqrt_()
         return (exact * scale).to(hidden.dtype) * weight
 
-    def _mlp(self, layer: LayerWeights, hidden_th: torch.Tensor) -> torch.Tensor:
-        """hidden + MLP(norm(hidden))."""
+    def _mlp(self, layer: LayerWeights, hidden_th: torch.Tensor, fused: bool) -> torch.Tensor:
+        """hidden + MLP(norm(hidden)). `fused` must not depend on the number of rows."""
         normed = self._norm(hidden_th, layer.norm2_h)
         if layer.router_eh is None:
             return self._fused(layer, hidden_th, normed, None)
         logits_te = functional.linear(normed, layer.router_eh).float()
         if self.hf.norm_topk:
-            top, chosen = logits_te.topk(self.hf.top_k, -1)
-            top = top.softmax(-1)  # equals the whole softmax, its top k divided by their sum
+            share_tk, chosen_tk = logits_te.topk(self.hf.top_k, -1)
+            share_tk = share_tk.softmax(-1)  # equals the whole softmax, its top k divided by their sum
         else:
-            top, chosen = logits_te.softmax(-1).topk(self.hf.top_k, -1)
-        share_te = torch.zeros_like(logits_te).scatter_(1, chosen, top).to(hidden_th.dtype)
-        if self.weights.fused_experts:
-            return self._fused(layer, hidden_th, normed, share_te)
-        return self._sorted(layer, hidden_th, normed, share_te, chosen)
+            share_tk, chosen_tk = logits_te.softmax(-1).topk(self.hf.top_k, -1)
+        if not fused:
+            return self._sorted(layer, hidden_th, normed, share_tk.to(hidden_th.dtype), chosen_tk)
+        share_te = torch.zeros_like(logits_te).scatter_(1, chosen_tk, share_tk)
+        return self._fused(layer, hidden_th, normed, share_te.to(hidden_th.dtype))
 
     def _fused(self, layer: LayerWeights, hidden_th: torch.Tensor, normed_th: torch.Tensor,
                share_te: torch.Tensor | None) -> torch.Tensor:
@@ -197,20 +194,29 @@ class Decoder:
 
         An expert that was not chosen has share 0 and adds exact zeros.
         """
-        gate, up = functional.linear(normed_th, layer.gate_up_2efh.flatten(0, 2)).chunk(2, -1)
+        gate, up = functional.linear(normed_th, layer.fused_gate_up_oh).chunk(2, -1)
         inner = functional.silu(gate) * up
         if share_te is not None:
             inner.view(*share_te.shape, -1).mul_(share_te.unsqueeze(-1))
-        return torch.addmm(hidden_th, inner, layer.down.flatten(1).t())
+        return torch.addmm(hidden_th, inner, layer.fused_down_fh)
 
-    def _sorted(self, layer: LayerWeights, hidden_th: torch.Tensor, normed_th: torch.Tensor, share_te: torch.Tensor,
+    def _sorted(self, layer: LayerWeights, hidden_th: torch.Tensor, normed_th: torch.Tensor, share_tk: torch.Tensor,
                 chosen_tk: torch.Tensor) -> torch.Tensor:
-        """Each expert on its own tokens, in order of experts; rows padded so that their bits do not depend on count."""
-        result = hidden_th.clone()
-        for expert in chosen_tk.unique().tolist():
-            rows = (chosen_tk == expert).any(-1).nonzero().squeeze(1)
-            inputs = functional.pad(normed_th[rows], (0, 0, 0, aligned(len(rows)) - len(rows)))
-            gate, up = (functional.linear(inputs, half[expert]) for half in layer.gate_up_2efh)
-            output = functional.linear(functional.silu(gate) * up, layer.down[expert])[:len(rows)]
-            result[rows] += output * share_te[rows, expert].unsqueeze(1)
-        return result
+        """Each expert on its own tokens, its rows padded so that their bits do not depend on how many there are."""
+        experts_p, order_p = chosen_tk.flatten().sort(stable=True)  # p: pairs of a token and one of its experts
+        counts_e = torch.bincount(experts_p, minlength=self.hf.experts)
+        rooms_e = (counts_e + ALIGN - 1) // ALIGN * ALIGN
+        shift_e = (rooms_e.cumsum(0) - rooms_e) - (counts_e.cumsum(0) - counts_e)
+        rows_p = torch.arange(len(experts_p)) + shift_e[experts_p]
+        rooms = rooms_e.tolist()
+        inputs = normed_th.new_zeros(sum(rooms), normed_th.shape[1])
+        inputs[rows_p] = normed_th[order_p // self.hf.top_k]
+        outputs = torch.empty_like(inputs)
+        gates, ups = layer.gate_up_2efh
+        for expert, (mine, result) in enumerate(zip(inputs.split(rooms), outputs.split(rooms), strict=True)):
+            if len(mine):
+                inner = functional.silu(functional.linear(mine, gates[expert])) * functional.linear(mine, ups[expert])
+                torch.mm(inner, layer.down_efh[expert], out=result)
+        row_of_p = torch.empty_like(rows_p)
+        row_of_p[order_p] = rows_p
+        return hidden_th + (outputs[row_of_p].view(*share_tk.shape, -1) * share_tk.unsqueeze(-1)).sum(1)

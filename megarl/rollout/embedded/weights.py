@@ -31,10 +31,12 @@ class LayerWeights:
         qkv_oh: rows of q, k, v; qkv_o its bias or None.
         qk_norm_nd: the q norm once per q head, then the k norm once per kv head, [heads + kv_heads, head_dim]; None
             without q/k norms. Filled from `q_norm_d` and `k_norm_d` by `Weights.refresh`.
-        o_ho: output projection.
+        o_oh: output projection, to multiply from the right.
         router_eh: None for a dense MLP.
         gate_up_2efh: [2, E, f, h].
-        down: [h, E, f] where experts are fused into one product, else [E, h, f].
+        down_efh: one matrix [f, h] per expert, to multiply from the right.
+        fused_gate_up_oh, fused_down_fh: the same of all experts below each other, [2 E f, h] and [E f, h]; the second
+            is None unless `Weights.fused_experts`.
     """
 
     norm1_h: torch.Tensor
@@ -43,11 +45,13 @@ class LayerWeights:
     q_norm_d: torch.Tensor | None
     k_norm_d: torch.Tensor | None
     qk_norm_nd: torch.Tensor | None
-    o_ho: torch.Tensor
+    o_oh: torch.Tensor
     norm2_h: torch.Tensor
     router_eh: torch.Tensor | None
     gate_up_2efh: torch.Tensor
-    down: torch.Tensor
+    down_efh: torch.Tensor
+    fused_gate_up_oh: torch.Tensor
+    fused_down_fh: torch.Tensor | None
 
 
 class Weights:
@@ -59,7 +63,7 @@ class Weights:
 
     Attributes:
         views: Hugging Face name -> the tensor as the checkpoint has it, a view of the fused storage.
-        fused_experts: see LayerWeights.down.
+        fused_experts: all experts of a layer are multiplied at once in a decode step (also a dense MLP, as one expert).
     """
 
     def __init__(self, hf: HFConfig, dtype: torch.dtype) -> None:
@@ -92,26 +96,28 @@ class Weights:
         if hf.qk_norm:
             q_norm, k_norm = (self._new(f"{at}.self_attn.{name}_norm.weight", dim) for name in "qk")
             qk_norm = torch.zeros(hf.heads + hf.kv_heads, dim, dtype=self.dtype)
-        gate_up, down = self._mlp(f"{at}.mlp")
+        o_ho = self._new(f"{at}.self_attn.o_proj.weight", hf.hidden, sizes[0])
         return LayerWeights(
             norm1_h=self._new(f"{at}.input_layernorm.weight", hf.hidden), qkv_oh=qkv_oh, qkv_o=qkv_o, q_norm_d=q_norm,
-            k_norm_d=k_norm, qk_norm_nd=qk_norm, o_ho=self._new(f"{at}.self_attn.o_proj.weight", hf.hidden, sizes[0]),
+            k_norm_d=k_norm, qk_norm_nd=qk_norm, o_oh=o_ho.t(),
             norm2_h=self._new(f"{at}.post_attention_layernorm.weight", hf.hidden),
             router_eh=self._new(f"{at}.mlp.gate.weight", hf.experts, hf.hidden) if hf.experts else None,
-            gate_up_2efh=gate_up, down=down)
+            **self._mlp(f"{at}.mlp"))
 
-    def _mlp(self, at: str) -> tuple[torch.Tensor, torch.Tensor]:
-        hf = self.hf
+    def _mlp(self, at: str) -> dict[str, torch.Tensor | None]:
+        hf, fused = self.hf, self.fused_experts
         experts, ffn = (hf.experts, hf.moe_ffn) if hf.experts else (1, hf.ffn)
         gate_up = torch.zeros(2, experts, ffn, hf.hidden, dtype=self.dtype)
-        fused = self.fused_experts
+        # stored so that the product that is taken has its rows of h in one piece
         down = torch.zeros((hf.hidden, experts, ffn) if fused else (experts, hf.hidden, ffn), dtype=self.dtype)
+        down_ehf = down.transpose(0, 1) if fused else down
         for expert in range(experts):
             name = f"{at}.experts.{expert}" if hf.experts else at
             self.views[f"{name}.gate_proj.weight"] = gate_up[0, expert]
             self.views[f"{name}.up_proj.weight"] = gate_up[1, expert]
-            self.views[f"{name}.down_proj.weight"] = down[:, expert] if fused else down[expert]
-        return gate_up, down
+            self.views[f"{name}.down_proj.weight"] = down_ehf[expert]
+        return {"gate_up_2efh": gate_up, "down_efh": down_ehf.transpose(1, 2),
+                "fused_gate_up_oh": gate_up.flatten(0, 2), "fused_down_fh": down.flatten(1).t() if fused else None}
 
     def problem(self, name: str, shape: tuple[int, ...]) -> str:
         """Why a tensor of this name and shape cannot be loaded; "" if it can."""
