@@ -68,25 +68,35 @@ def run_main(main: Callable[[list[str]], None], argv: list[str]) -> int:
     that megarl did not foresee also prints its traceback to stderr.
 
     Returns:
-        0; 64 for a mistake, 75 for a fault, also a lost peer or a timeout of torch.distributed; 130 for Ctrl-C; 1 for
-        anything else, which is a bug. SystemExit passes through.
+        0; 64 for a mistake, also a missing package and a command line that argparse refused; 75 for a fault, also a
+        lost peer or a timeout of torch.distributed; 130 for Ctrl-C; 1 for anything else, which is a bug.
     """
     try:
         main(argv)
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except SystemExit as end:
+        if end.code == 2:  # argparse has told
+            return EXIT_MISTAKE
+        raise
     except MegarlError as error:
         status, message = error.status, str(error)
     except Exception as error:  # told and turned into a status, as the outermost frame must
         traceback.print_exc()
-        summary = str(error).strip().splitlines()[:1] or [""]
-        status = EXIT_FAULT if _is_fault(error) else EXIT_BUG
-        message = f"{type(error).__name__}: {summary[0]}{_log_hint()}"
+        status, message = _unforeseen(error)
     run_dir = os.environ.get("MEGARL_RUN_DIR")
     if run_dir is None or write_exit(run_dir, status, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
     return status
+
+
+def _unforeseen(error: Exception) -> tuple[int, str]:
+    """Status and message of an exception that megarl did not raise itself."""
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "megarl").startswith("megarl"):
+        return EXIT_MISTAKE, f"the package {error.name} is not installed\n  remedy: run: bash launch/setup.sh"
+    summary = str(error).strip().splitlines()[:1] or [""]
+    return (EXIT_FAULT if _is_fault(error) else EXIT_BUG), f"{type(error).__name__}: {summary[0]}{_log_hint()}"
 
 
 def _log_hint() -> str:

@@ -1,9 +1,9 @@
 """Start this node's ranks with torchrun, and turn the way they end into one error and one exit status.
 
-`python -m megarl.launch CONFIG [key.path=value ...]`. The config is checked before any process starts. One node: the
-number of ranks follows from the config. Several: run this on each node with NNODES, NODE_RANK, MASTER_ADDR and
-MASTER_PORT set (and NPROC_PER_NODE where the nodes differ). torchrun's own output and each rank's go to files below
-`run.dir`/logs; only rank 0's stdout is shown.
+`python -m megarl.launch [--check] CONFIG [key.path=value ...]`. Config and packages are checked before any process
+starts; with --check that is all. One node: the number of ranks follows from the config. Several: run this on each node
+with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set (and NPROC_PER_NODE where the nodes differ). torchrun's own
+output and each rank's go to files below `run.dir`/logs; only rank 0's stdout is shown.
 """
 
 from __future__ import annotations
@@ -127,21 +127,25 @@ def launch(argv: list[str]) -> None:
         KeyboardInterrupt: a signal ended the run; every process is gone.
     """
     parser = argparse.ArgumentParser(prog="launch/torchrun.sh", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="check config and packages, start nothing")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     arguments = parser.parse_args(argv)
     config, report = load_checked(arguments.config, arguments.overrides)
     versions.check()
-    node = Node.from_env(config.cluster)
     run_dir = Path(config.run.dir).absolute()
+    summary = "\n".join([*(f"note: {note}" for note in report.notes), report.summary, f"run directory: {run_dir}"])
+    if arguments.check:
+        print(summary)
+        return
+    node = Node.from_env(config.cluster)
     logs = run_dir / "logs" / f"node{node.rank}"
     logs.mkdir(parents=True, exist_ok=True)
     if node.rank == 0:
         (run_dir / "exit.json").unlink(missing_ok=True)  # of an earlier life
-        print("\n".join([*(f"note: {note}" for note in report.notes), report.summary, f"run directory: {run_dir}"]),
-              flush=True)
-    status = _run(node.command(logs, argv), {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"},
-                  logs / "torchrun.log")
+        print(summary, flush=True)
+    status = _run(node.command(logs, [arguments.config, *arguments.overrides]),
+                  {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}, logs / "torchrun.log")
     if status:
         raise _failure(run_dir, logs, node)
 

@@ -24,8 +24,6 @@ if [ $# -lt 1 ]; then
     exit 64
 fi
 cd "${SLURM_SUBMIT_DIR:?start this script with sbatch}"
-# shellcheck source=launch/python.sh
-source launch/python.sh
 
 first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 # the address that Slurm itself uses: a node's name need not resolve on the other nodes
@@ -36,10 +34,21 @@ export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 IFS=' ' read -r -a container <<<"${CONTAINER_ARGS:-}"
-if [ ${#container[@]} -eq 0 ]; then # one check for all nodes; in a container the first node does it
-    "$python" -m megarl.config check "$@"
-fi
+on_nodes() { # NUMBER COMMAND...: one task a node, in the container if there is one
+    local number="$1"
+    shift
+    srun --kill-on-bad-exit=1 --nodes="$number" --ntasks="$number" --ntasks-per-node=1 "${container[@]}" "$@"
+}
+
+checked="$(on_nodes 1 bash launch/torchrun.sh --check "$@")" # a mistake ends the job here, told once
+run_dir="$(sed -n 's/^run directory: //p' <<<"$checked")"
 echo "job $SLURM_JOB_ID on $SLURM_NNODES nodes ($SLURM_JOB_NODELIST), node 0 is $MASTER_ADDR:$MASTER_PORT"
-# shellcheck disable=SC2016 # NODE_RANK is set by each task for itself
-exec srun --kill-on-bad-exit=1 --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 "${container[@]}" \
-    bash -c 'NODE_RANK=$SLURM_NODEID exec bash launch/torchrun.sh "$@"' torchrun.sh "$@"
+rm -f "$run_dir/exit.json"
+status=0
+# shellcheck disable=SC2016 # each task expands this for itself
+on_nodes "$SLURM_NNODES" bash -c 'NODE_RANK=$SLURM_NODEID exec bash launch/torchrun.sh "$@"' torchrun.sh "$@" ||
+    status=$?
+if [ "$status" -ne 0 ] && [ -f "$run_dir/exit.json" ]; then # srun tells the highest status of the tasks
+    status="$(sed -n 's/.*"status": \([0-9]*\).*/\1/p' "$run_dir/exit.json")"
+fi
+exit "$status"
