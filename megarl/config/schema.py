@@ -218,7 +218,7 @@ class SyncConfig(Section):
     """Trainer weights -> engine weights."""
 
     bucket_mb: PositiveInt = Field(512, description="weights sent at a time, MiB")
-    timeout_s: PositiveFloat = Field(120.0, description="of one weight update, seconds")
+    timeout_s: PositiveFloat = Field(120.0, description="of one bucket or one call to an engine, seconds")
     verify: bool = Field(False, description="compare a checksum of every tensor on both sides after each update")
 
 

@@ -135,7 +135,7 @@ class WeightPublisher:
 
     def _agree_on_engines(self) -> tuple[EngineRecord, ...]:
         """Trainer 0's view of the fleet, on all trainers."""
-        view = [tuple(self._fleet.engines()) if self._fleet is not None else ()]
+        view = [self._together(lambda: tuple(self._fleet.engines()) if self._fleet is not None else ())]
         dist.broadcast_object_list(view, src=0)
         if not view[0]:
             raise MachineFault("no engine is up to publish weights to")
