@@ -8,13 +8,13 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 # Strict reproducible sums: without it a row of a product changes with the number of rows and threads. MKL reads this
 # once, so it must be set before torch is imported; a value of the user's own is respected.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 from megarl.errors import UserMistake, run_main  # noqa: E402
+from megarl.model.hf_config import HFConfig  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
 
@@ -77,11 +77,11 @@ def main(argv: list[str]) -> None:
     if arguments.parent_pid is not None:
         _end_with(arguments.parent_pid)
     bound = _bind(arguments.host, arguments.port)
+    hf = HFConfig.read(arguments.model_path)
 
-    import torch
+    import torch  # not above: a mistake found so far is told at once
     import uvicorn
 
-    from megarl.model.hf_config import HFConfig
     from megarl.rollout.embedded.decoder import Decoder
     from megarl.rollout.embedded.engine import Engine
     from megarl.rollout.embedded.requests import Limits
@@ -92,7 +92,6 @@ def main(argv: list[str]) -> None:
     from megarl.rollout.embedded.weights import Weights
 
     torch.set_num_threads(arguments.threads)
-    hf = HFConfig.read(Path(arguments.model_path))
     text = Text.load(arguments.model_path)
     weights = Weights(hf, getattr(torch, arguments.dtype))
     weights.load_checkpoint(arguments.model_path)

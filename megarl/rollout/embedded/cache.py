@@ -22,10 +22,15 @@ class SlotCache:
     sequence overflowed, hence `clear`.
     """
 
+    # All writes are under inference_mode because the storage may have been made under it.
+
     def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.all = torch.zeros(layers, 2, slots, kv_heads, 0, head_dim, dtype=dtype)
-        self.length = 0
-        self.lanes_rn = torch.zeros(slots, 2 * kv_heads, dtype=torch.int64)
+        self._shape, self._dtype = (layers, 2, slots, kv_heads, 0, head_dim), dtype
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget everything and give the memory back."""
+        self.all, self.length = torch.zeros(self._shape, dtype=self._dtype), 0
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
@@ -33,13 +38,12 @@ class SlotCache:
         if length <= self.length:
             return
         grown = max(64, 1 << (length - 1).bit_length())
-        shape = list(self.all.shape)
-        shape[4] = grown
-        bigger = self.all.new_zeros(shape)
+        layers, both, slots, heads, _, dim = self._shape
+        bigger = torch.zeros(layers, both, slots, heads, grown, dim, dtype=self._dtype)
         bigger[:, :, :, :, :self.length] = self.all
         self.all, self.length = bigger, grown
-        _, both, slots, heads, _, _ = shape
-        self.lanes_rn = (torch.arange(both * slots * heads) * grown).view(both, slots, heads).transpose(0, 1).flatten(1)
+        lanes = torch.arange(both * slots * heads) * grown
+        self.lanes_rn = lanes.view(both, slots, heads).transpose(0, 1).flatten(1)
 
     @torch.inference_mode()
     def place(self, slots: list[int], kv_l2ktd: torch.Tensor) -> None:
@@ -53,6 +57,6 @@ class SlotCache:
         self.all[:, :, torch.tensor(targets), :, :length] = self.all[:, :, torch.tensor(sources), :, :length]
 
     @torch.inference_mode()
-    def clear(self, slot: int | None = None) -> None:
-        """Zero one slot, or all."""
-        (self.all if slot is None else self.all[:, :, slot]).zero_()
+    def clear(self, slot: int) -> None:
+        """Zero one slot."""
+        self.all[:, :, slot].zero_()

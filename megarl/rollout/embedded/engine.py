@@ -84,7 +84,7 @@ class Engine:
 
     def flush(self) -> Future:
         """Drop cached keys and values; False if sequences are in slots, then nothing is dropped."""
-        return self._call(self._flush)
+        return self._call(self._scheduler.flush)
 
     def set_version(self, version: str, abort_all: bool) -> Future:
         """Name the weights from here on."""
@@ -108,7 +108,7 @@ class Engine:
                 change(self._updater)
             finally:
                 self._scheduler.forget()
-            if flush and not self._flush():
+            if flush and not self._scheduler.flush():
                 raise UpdateRefused("The weights were changed, but the cache was not flushed: requests are running.")
             if version is not None:
                 self._scheduler.set_version(version)
@@ -120,14 +120,10 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """A glance from outside, for /model_info; not synchronised with the thread."""
-        return {"weight_version": self._scheduler.version, "paused": self._paused,
-                "update_open": self._updater.open, "weights_whole": not self._updater.torn}
-
-    def _flush(self) -> bool:
-        if self._scheduler.running:
-            return False
-        self._scheduler.forget()
-        return True
+        scheduler, updater = self._scheduler, self._updater
+        return {"weight_version": scheduler.version, "paused": self._paused, "update_open": updater.open,
+                "weights_whole": not updater.torn, "running": scheduler.running, "waiting": scheduler.waiting,
+                "prefilled_tokens": scheduler.prefilled_tokens, "generated_tokens": scheduler.generated_tokens}
 
     def _call(self, function: Callable[[], Any]) -> Future:
         future = _future()

@@ -43,6 +43,7 @@ class Sequence:
         output_ids: int64 [tokens]; complete only while the sequence is in no slot.
         logprobs: float32 [tokens].
         spans: (weight version, start, end) over the output tokens.
+        version: of the weights when it finished.
         cached_tokens: prompt tokens that were computed for another sample of the group.
         finish: SGLang's finish_reason, None while unfinished.
     """
@@ -53,6 +54,7 @@ class Sequence:
     output_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     spans: list[tuple[str, int, int]] = field(default_factory=list)
+    version: str = ""
     cached_tokens: int = 0
     retractions: int = 0
     finish: dict[str, Any] | None = None
@@ -251,7 +253,7 @@ def _item(sequence: Sequence, text: Text | None, return_logprob: bool) -> dict[s
     words = text.response(ids, finish, params.skip_special_tokens) if text is not None else ""
     meta = {
         "id": sequence.rid, "finish_reason": finish, "prompt_tokens": len(sequence.group.prompt_ids),
-        "weight_version": sequence.spans[-1][0] if sequence.spans else None,
+        "weight_version": sequence.version,
         "weight_versions": [{"version": version, "start": start, "end": end}
                             for version, start, end in sequence.spans],
         "num_retractions": sequence.retractions, "completion_tokens": len(ids),

@@ -68,7 +68,7 @@ def _truncated(probs_rv: torch.Tensor, top_p_r: np.ndarray, top_k_r: np.ndarray,
     Kept are the k likeliest; of all, in falling order, those before which less than top_p has been cumulated (so the
     likeliest always); and those of at least min_p times the likeliest. All three look at the whole distribution.
     """
-    falling_rv, order_rv = probs_rv.sort(-1, descending=True, stable=True)
+    falling_rv, order_rv = probs_rv.sort(stable=True, dim=-1, descending=True)
     before_rv = falling_rv.cumsum(-1, dtype=torch.float64) - falling_rv
     top_p_r1, top_k_r1, min_p_r1 = (torch.from_numpy(values).unsqueeze(1) for values in (top_p_r, top_k_r, min_p_r))
     keep_rv = ((before_rv < top_p_r1) | (top_p_r1 >= 1)) & (torch.arange(probs_rv.shape[1]) < top_k_r1)

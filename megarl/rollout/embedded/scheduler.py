@@ -35,7 +35,7 @@ class Scheduler:
 
     Attributes:
         version: name of the current weights; change it by `set_version`.
-        prefilled_tokens: prompt tokens computed since the start.
+        prefilled_tokens, generated_tokens: prompt tokens computed, and tokens sampled, since the start.
     """
 
     def __init__(self, decoder: Decoder, slots: int, eos_ids: tuple[int, ...], text: Text | None, version: str) -> None:
@@ -44,7 +44,7 @@ class Scheduler:
         self._table = SlotTable(aligned(slots), slots)
         self._waiting: deque[Sequence] = deque()
         self.version = version
-        self.prefilled_tokens = 0
+        self.prefilled_tokens = self.generated_tokens = 0
 
     @property
     def running(self) -> int:
@@ -79,14 +79,17 @@ class Scheduler:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was computed with older weights: prompts of waiting samples, and slots if none is taken.
-
-        Sequences in slots keep their keys and values.
-        """
+        """Drop prompts that were computed for samples still waiting; slots keep their keys and values."""
         for sequence in self._waiting:
             sequence.group.prefix = None
-        if not self.running:
-            self._cache.clear()
+
+    def flush(self) -> bool:
+        """Drop all keys and values; False, and nothing is dropped, if sequences are in slots."""
+        if self.running:
+            return False
+        self.forget()
+        self._cache.drop()
+        return True
 
     def set_version(self, version: str) -> None:
         """Tokens from now on are of this version."""
@@ -124,6 +127,7 @@ class Scheduler:
         table.tokens[live] = tokens
         table.positions[live] += 1
         table.counts[live] = counts + finite
+        self.generated_tokens += len(live)
         stopped = (tokens[:, None] == table.stop_ids[live]).any(1)
         ended = stopped | ~finite | (counts + 1 >= table.limits[live])
         words = {slot: self._stop_string(slot) for slot in table.watched}
@@ -146,7 +150,7 @@ class Scheduler:
         return self._text.find_stop(table.out_ids[slot, :table.counts[slot]], table.sequences[slot].group.params.stop)
 
     def _finish(self, sequence: Sequence, finish: dict) -> None:
-        sequence.finish = finish
+        sequence.finish, sequence.version = finish, self.version
         sequence.mark(self.version, len(sequence.output_ids))
         group = sequence.group
         group.unfinished -= 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -151,7 +150,7 @@ class WeightUpdater:
         if self.open:
             raise UpdateRefused("A weight update is open.")
         try:
-            if HFConfig.read(Path(path)).raw.get("model_type") != self._weights.hf.family:
+            if HFConfig.read(path).family != self._weights.hf.family:
                 raise UpdateRefused(f"{path} is of another model family than {self._weights.hf.family}")
             self.torn = True
             self._weights.load_checkpoint(path)
