@@ -41,7 +41,7 @@ def _supervise(port: int, config: Config, rank: int, run_dir: str, options: list
     outcome: dict[str, Any] = {"error": None}
     try:
         supervisor.supervise(config, partition, store, run_dir)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         outcome = {"error": type(error).__name__, "message": str(error)}
     Path(run_dir, f"outcome{rank}.json").write_text(json.dumps(outcome))
 

@@ -147,11 +147,6 @@ class EngineClient:
         """Close the weight update."""
         await self._control("/end_weight_update", {}, needs_success=True)
 
-    async def update_from_disk(self, path: str, version: str, *, timeout_s: float | None = None) -> None:
-        """Load a whole checkpoint from a directory the engine can read."""
-        body = {"model_path": path, "weight_version": version, "abort_all_requests": False}
-        await self._control("/update_weights_from_disk", body, needs_success=True, timeout_s=timeout_s)
-
     async def set_version(self, version: str) -> None:
         """Name the weights; running requests go on (SGLang's own default would abort them)."""
         await self._control("/update_weight_version", {"new_version": version, "abort_all_requests": False},

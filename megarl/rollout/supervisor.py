@@ -48,9 +48,13 @@ def supervise(config: Config, partition: Partition, store: Store, run_dir: Path 
         UserMistake: an engine ended with status 64; its message.
         MachineFault: an engine failed to start `rollout.start_attempts` times in a row; the trainers' lease stands
             still for `cluster.lease_timeout_s` (or never began within `cluster.start_timeout_s`); the control store
-            or the parent process is gone; SIGTERM or SIGINT.
+            or the parent process is gone; SIGTERM.
+        KeyboardInterrupt: SIGINT.
     """
-    asyncio.run(_Supervisor(config, partition, store, Path(run_dir), address).run())
+    supervisor = _Supervisor(config, partition, store, Path(run_dir), address)
+    asyncio.run(supervisor.run())
+    if supervisor.signal == signal.SIGINT:
+        raise KeyboardInterrupt
 
 
 class _Link(threading.Thread):
@@ -118,7 +122,7 @@ class _Supervisor:
         self._first_incarnation = {name: registrar.last_incarnation(name) + 1 for name in self._ids}
         self._link = _Link(registrar, self._ids)
         self._parent = os.getppid()
-        self._signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None
 
     async def run(self) -> None:
         """Keep the engines until there is a reason to end; engines are dead when this returns or raises."""
@@ -140,17 +144,19 @@ class _Supervisor:
             task.result()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        self._signal = number
+        self.signal = number
 
     async def _watch_trainers(self) -> None:
-        """Return when the trainers ask to stop; raise when they, the store or the parent are gone."""
+        """Return when the trainers or SIGINT ask to stop; raise when they, the store or the parent are gone."""
         cluster = self._config.cluster
         while True:
             if self._link.stop_reason is not None:
                 log.info("stopping engines: %s", self._link.stop_reason)
                 return
-            if self._signal is not None:
-                raise MachineFault(f"rollout rank ended by {self._signal.name}")
+            if self.signal == signal.SIGINT:
+                return
+            if self.signal is not None:
+                raise MachineFault(f"rollout rank ended by {self.signal.name}")
             if os.getppid() != self._parent:
                 raise MachineFault("the launcher of this rollout rank is gone")
             if self._link.failure is not None:

@@ -28,10 +28,9 @@ def world(tmp_path_factory):
     rollout = {"samples_per_prompt": SAMPLES, "max_response_tokens": TOKENS, "slots": 8, "groups_in_flight": 6,
                "no_engine_timeout_s": 2.0}
     with Supervised(folder, rollouts=2, options=None, model=str(model), rollout=rollout) as supervised:
-        records = supervised.fleet.wait_ready(240)
-        _publish(supervised)
-        assert all(in_loop(lambda session, url=record.url: EngineClient(url, session).model_info()).weight_version ==
-                   VERSION for record in records)
+        for record in _publish(supervised):
+            info = in_loop(lambda session, url=record.url: EngineClient(url, session).model_info())
+            assert info.weight_version == VERSION
         supervised.leaders = [
             Generator(supervised.config, NumberedPrompts(), _fleet(supervised), supervised.store,
                       generation=GENERATION, leader_index=leader, leaders=2, vocab_size=99, decode=str)
@@ -47,10 +46,11 @@ def _fleet(world):
 
 def _publish(world):
     """What a publish leaves behind; the directory's weights are the current ones here."""
-    records = world.fleet.engines()
+    records = world.fleet.wait_ready(240)
     for record in records:
         in_loop(lambda session, url=record.url: EngineClient(url, session).set_version(VERSION))
     world.fleet.mark_synced(VERSION, records)
+    return records
 
 
 def _collect(world, step, meanwhile=lambda: None):
@@ -82,19 +82,18 @@ def test_samples_do_not_depend_on_who_makes_them_nor_on_a_killed_engine(world):
             assert sample.finish == ("stop" if ended else "length") and (ended or len(sample.response_ids) == TOKENS)
     assert len({tuple(s.response_ids) for group in first.values() for s in group.samples}) == GROUPS * SAMPLES
 
-    killed = {}
+    pid = _pid_of(world, "1.0")
 
     def kill():
         until(lambda: all(leader._issuer._balancer._in_flight["1.0", 1] for leader in world.leaders), "no request")
-        killed["pid"] = _pid_of(world, "1.0")
-        os.kill(killed["pid"], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
     again, counts = _collect(world, 1, kill)
     assert counts["failed/lost"] == counts["retries"] >= 2 and counts["dropped"] == 0
     _assert_same(first, again)
 
     back = until(lambda: [r for r in world.fleet.engines() if r.key == ("1.0", 2)], "it did not come back", 240)
-    assert killed["pid"] not in processes_with(back[0].url.rpartition(":")[2])
+    assert _pid_of(world, "1.0") != pid and back[0].url
     assert [record.id for record in world.fleet.synced_engines()] == ["0.0"]
     _publish(world)
     third, counts = _collect(world, 2)
@@ -117,7 +116,7 @@ def test_evaluation_on_real_engines(world):
 
 def test_all_engines_dead_is_a_fault(world):
     _publish(world)
-    faults = []
+    faults, pids = [], [_pid_of(world, name) for name in ("0.0", "1.0")]
 
     def collect(leader):
         try:
@@ -128,8 +127,8 @@ def test_all_engines_dead_is_a_fault(world):
     threads = [threading.Thread(target=collect, args=(leader,)) for leader in world.leaders]
     for thread in threads:
         thread.start()
-    for name in ("0.0", "1.0"):
-        os.kill(_pid_of(world, name), signal.SIGKILL)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     for thread in threads:
         thread.join(60)
     assert len(faults) == 2 and all("no engine holds this run's weights since 2 s" in fault for fault in faults)

@@ -58,6 +58,14 @@ def test_a_killed_engine_comes_back_under_a_new_incarnation(tmp_path):
         assert {record.state for record in world.fleet.records()} == {"stopped"}
 
 
+def test_ctrl_c_is_an_interrupt_not_a_fault(tmp_path):
+    with Supervised(tmp_path) as world:
+        world.fleet.wait_ready(60)
+        os.kill(world.processes[0].pid, signal.SIGINT)
+        assert world.outcome()["error"] == "KeyboardInterrupt"
+        assert not processes_with(str(tmp_path))
+
+
 def test_sigterm_leaves_no_process_not_even_a_stubborn_one(tmp_path):
     with Supervised(tmp_path, options=["--stubborn"]) as world:
         (record,) = world.fleet.wait_ready(60)
