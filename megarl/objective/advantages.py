@@ -76,4 +76,4 @@ def token_weights(lengths_n: torch.Tensor, objective: Objective) -> torch.Tensor
         return 1 / (lengths * len(lengths))
     if objective.aggregation == "token_mean":
         return torch.ones_like(lengths) / lengths.sum()
-    return torch.full_like(lengths, 1 / (len(lengths) * objective.max_response_tokens))
+    return torch.ones_like(lengths) / (len(lengths) * objective.max_response_tokens)

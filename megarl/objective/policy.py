@@ -13,7 +13,8 @@ import torch
 from megarl.objective.kl import kl_estimate
 from megarl.objective.recipes import Objective
 
-# What `policy_loss` measures: sums over response tokens, and maxima. On every micro-batch the same names.
+# What `policy_loss` measures: sums over response tokens, and maxima. On every micro-batch the same names. The policy
+# ratio of a token that importance sampling masks counts as 1, and as not clipped.
 SUMS = ("tokens", "loss", "clipped_low", "clipped_high", "kl_old", "ratio", "entropy", "ref_kl", "engine_gap",
         "engine_kl", "is_weight", "is_cut")
 MAXIMA = ("ratio_max", "engine_gap_max")
@@ -23,11 +24,12 @@ def policy_loss(logprobs_t: torch.Tensor, old_t: torch.Tensor, advantages_t: tor
                 mask_t: torch.Tensor, sequence_t: torch.Tensor, n_seq: int, objective: Objective, *,
                 entropy_t: torch.Tensor | None = None, ref_t: torch.Tensor | None = None,
                 engine_t: torch.Tensor | None = None,
-                sum_across: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+                sum_across: Callable[[torch.Tensor], torch.Tensor] = lambda sums_3n: sums_3n,
                 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate with the objective's ratio, correction, KL and entropy terms.
 
-    Where `mask_t` is False every value is selected away, so a NaN there reaches neither the loss nor a gradient.
+    Where `mask_t` is False every value is selected away, so a NaN there reaches neither the loss nor a gradient. So is
+    the surrogate of a token that importance sampling masks; its KL and entropy terms stay.
 
     Args:
         logprobs_t: current log-probs of the labels, [T]; gradients flow through them and `entropy_t` only.
@@ -41,53 +43,60 @@ def policy_loss(logprobs_t: torch.Tensor, old_t: torch.Tensor, advantages_t: tor
         entropy_t: entropy of each position's distribution, [T]; needed for the bonus.
         ref_t: log-probs under the reference model, [T]; needed for a KL in the loss.
         engine_t: log-probs by the engine that sampled, [T]; needed for a correction.
-        sum_across: differentiable sum over the ranks that share each sequence (context parallelism).
+        sum_across: sum over the ranks that share each sequence (context parallelism), whose backward is the same sum;
+            called once if objective.needs_sequences, else never.
 
     Returns:
-        (loss, statistics): scalar; detached scalars named as in SUMS and MAXIMA, of this rank's tokens.
+        (loss, statistics): scalar; detached fp64 scalars named as in SUMS and MAXIMA, of this rank's tokens.
 
     Raises:
         ValueError: a term of the objective lacks its input.
     """
-    def selected(values_t: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask_t, values_t, torch.zeros_like(values_t))
-
     _require(objective, entropy_t, ref_t, engine_t)
-    logprobs_t, old_t = selected(logprobs_t), selected(old_t)
-    log_ratio_t = logprobs_t - old_t
-    gap_t = selected(old_t - engine_t) if engine_t is not None else torch.zeros_like(old_t)
-    rows = torch.stack((log_ratio_t, mask_t.to(log_ratio_t.dtype), gap_t))
-    sums_3n = sum_across(rows.new_zeros(3, n_seq + 1).index_add(1, sequence_t, rows))
-    ratio_t = _ratio(objective.ratio, logprobs_t, log_ratio_t, sums_3n, sequence_t)
-
-    advantages_t = selected(advantages_t)
-    low, high = 1 - objective.clip_low, 1 + objective.clip_high
-    surrogate_t = torch.minimum(ratio_t * advantages_t, ratio_t.clamp(low, high) * advantages_t)
-    is_t, cut_t = _correction(objective, gap_t, sums_3n[2].detach()[sequence_t])
-    token_loss_t = -is_t * surrogate_t
-    ref_kl_t = torch.zeros_like(old_t)
-    if ref_t is not None:
-        kl_t = kl_estimate(logprobs_t, selected(ref_t), objective.kl.estimator)
-        ref_kl_t = kl_t.detach()
-        if objective.kl_in_loss:
-            token_loss_t = token_loss_t + objective.kl.coefficient * kl_t
+    logprobs_t, old_t, advantages_t, weights_t, entropy_t, ref_t, engine_t = (
+        None if values_t is None else _selected(values_t, mask_t)
+        for values_t in (logprobs_t, old_t, advantages_t, weights_t, entropy_t, ref_t, engine_t))
+    zeros_t, log_ratio_t = torch.zeros_like(old_t), logprobs_t - old_t
+    gap_t = zeros_t if engine_t is None else (old_t - engine_t).detach()
+    sequences_3t = None
+    if objective.needs_sequences:
+        sums_3n = _sequence_sums(torch.stack((log_ratio_t, mask_t.to(log_ratio_t.dtype), gap_t)), sequence_t, n_seq)
+        sequences_3t = sum_across(sums_3n)[:, sequence_t]
+    is_t, cut_t = _correction(objective, gap_t, sequences_3t)
+    used_t = mask_t & (is_t != 0)  # a NaN of the engine is no 0: it must not be lost
+    ratio_t = _selected(_log_ratio(objective, logprobs_t, log_ratio_t, sequences_3t), used_t).exp()
+    surrogate_t, clipped = _surrogate(objective, ratio_t, advantages_t)
+    token_loss_t = _selected(-is_t * surrogate_t, used_t)
+    kl_t = zeros_t if ref_t is None else kl_estimate(logprobs_t, ref_t, objective.kl.estimator)
+    if objective.kl_in_loss:
+        token_loss_t = token_loss_t + objective.kl.coefficient * kl_t
     if objective.entropy_bonus:
-        token_loss_t = token_loss_t - objective.entropy_bonus * selected(entropy_t)
-    loss = selected(weights_t * token_loss_t).sum()
+        token_loss_t = token_loss_t - objective.entropy_bonus * entropy_t
+    loss = (weights_t * token_loss_t).sum()
 
-    with torch.no_grad():
-        negative_t, positive_t = advantages_t < 0, advantages_t > 0
-        measured = {
-            "tokens": mask_t, "clipped_low": mask_t & negative_t & (ratio_t < low),
-            "clipped_high": mask_t & positive_t & (ratio_t > high),
-            "kl_old": log_ratio_t.expm1() - log_ratio_t, "ratio": ratio_t, "ref_kl": ref_kl_t,
-            "entropy": entropy_t if entropy_t is not None else torch.zeros_like(old_t),
-            "engine_gap": gap_t.abs(), "engine_kl": gap_t.expm1() - gap_t, "is_weight": is_t, "is_cut": cut_t}
-        stats = {name: selected(values_t.double()).sum() for name, values_t in measured.items()}
-        stats["loss"] = loss.detach().double()
-        for name, values_t in (("ratio_max", ratio_t), ("engine_gap_max", gap_t.abs())):
-            stats[name] = selected(values_t.double()).max() if len(values_t) else values_t.new_zeros(()).double()
-    return loss, stats
+    measured = clipped | {
+        "tokens": mask_t, "kl_old": log_ratio_t.expm1() - log_ratio_t, "ratio": ratio_t, "ref_kl": kl_t,
+        "entropy": zeros_t if entropy_t is None else entropy_t, "engine_gap": gap_t.abs(),
+        "engine_kl": gap_t.expm1() - gap_t, "is_weight": is_t, "is_cut": cut_t}
+    return loss, _statistics(measured, mask_t) | {"loss": loss.detach().double()}
+
+
+def _sequence_sums(rows_3t: torch.Tensor, sequence_t: torch.Tensor, n_seq: int) -> torch.Tensor:
+    """Sums over this rank's tokens of each sequence, [3, n_seq + 1]; the last column is for the tokens of none."""
+    return rows_3t.new_zeros(3, n_seq + 1).index_add(1, sequence_t, rows_3t)
+
+
+def _selected(values_t: torch.Tensor, mask_t: torch.Tensor) -> torch.Tensor:
+    """The values where `mask_t`, 0 elsewhere, whatever is there; so is the gradient."""
+    return torch.where(mask_t, values_t, torch.zeros_like(values_t))
+
+
+def _statistics(measured: dict[str, torch.Tensor], mask_t: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums of `measured` over the masked-in tokens and the maxima, detached fp64; those of no tokens are 0."""
+    values = {name: _selected(values_t.detach().double(), mask_t) for name, values_t in measured.items()}
+    sums = {name: values_t.sum() for name, values_t in values.items()}
+    return sums | {name: values[name.removesuffix("_max")].max() if len(mask_t) else sums["tokens"]
+                   for name in MAXIMA}
 
 
 def _require(objective: Objective, entropy_t: torch.Tensor | None, ref_t: torch.Tensor | None,
@@ -99,28 +108,37 @@ def _require(objective: Objective, entropy_t: torch.Tensor | None, ref_t: torch.
             raise ValueError(f"the objective needs {name}")
 
 
-def _ratio(level: str, logprobs_t: torch.Tensor, log_ratio_t: torch.Tensor, sums_3n: torch.Tensor,
-           sequence_t: torch.Tensor) -> torch.Tensor:
-    """Importance ratio of each token, [T]: its own, or its sequence's exp(mean log-ratio)."""
-    if level == "token":
-        return log_ratio_t.exp()
-    sequence_ratio_t = (sums_3n[0] / sums_3n[1].detach().clamp(min=1)).exp()[sequence_t]
-    if level == "sequence":
-        return sequence_ratio_t
-    return sequence_ratio_t.detach() * (logprobs_t - logprobs_t.detach()).exp()  # GSPO, eq. 14
+def _log_ratio(objective: Objective, logprobs_t: torch.Tensor, log_ratio_t: torch.Tensor,
+               sequences_3t: torch.Tensor | None) -> torch.Tensor:
+    """Log of each token's importance ratio, [T]: its own, or the mean of its sequence (GSPO, eq. 7)."""
+    if objective.ratio == "token":
+        return log_ratio_t
+    mean_t = sequences_3t[0] / sequences_3t[1].detach().clamp(min=1)
+    if objective.ratio == "sequence":
+        return mean_t
+    return mean_t.detach() + (logprobs_t - logprobs_t.detach())  # GSPO-token, eq. 14
 
 
-def _correction(objective: Objective, gap_t: torch.Tensor, sequence_gap_t: torch.Tensor
+def _surrogate(objective: Objective, ratio_t: torch.Tensor, advantages_t: torch.Tensor
+               ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped surrogate, to be maximised (Schulman et al. 2017, eq. 7), and where the clip took its gradient."""
+    clipped_t = ratio_t.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    surrogate_t = torch.minimum(ratio_t * advantages_t, clipped_t * advantages_t)
+    return surrogate_t, {"clipped_low": (advantages_t < 0) & (ratio_t < clipped_t),
+                         "clipped_high": (advantages_t > 0) & (ratio_t > clipped_t)}
+
+
+def _correction(objective: Objective, gap_t: torch.Tensor, sequences_3t: torch.Tensor | None
                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Importance weight of the engine's samples under the proximal policy, and where it was cut or masked, both [T].
 
     By token, exp(old - engine); by sequence, the product of those over the sequence. Truncated: at most `high`
-    (Yao et al. 2025, truncated importance sampling). Masked: 0 outside [low, high].
+    (Yao et al. 2025, truncated importance sampling). Masked: 0 outside [low, high]. No gradient flows through it.
     """
     correction = objective.correction
     if correction.kind == "none":
         return torch.ones_like(gap_t), torch.zeros_like(gap_t, dtype=torch.bool)
-    weight_t = (gap_t if correction.level == "token" else sequence_gap_t).exp()
+    weight_t = (gap_t if correction.level == "token" else sequences_3t[2].detach()).exp()
     if correction.kind == "truncated":
         return weight_t.clamp(max=correction.high), weight_t > correction.high
     outside_t = (weight_t < correction.low) | (weight_t > correction.high)

@@ -3,11 +3,12 @@
 Published settings:
 
     grpo        DeepSeekMath (arXiv 2402.03300, eq. 3 and 4): token ratio, clip .2, mean over a sequence's tokens, then
-                over sequences; advantages divided by the group's standard deviation.
+                over sequences; advantages divided by the group's standard deviation. (The clip is PPO's.)
     gspo        GSPO (arXiv 2507.18071, eq. 5 and 7): ratio of a sequence = exp(mean token log-ratio), clip 3e-4 / 4e-4.
     gspo_token  the same, eq. 13 and 14: the value of the sequence ratio, the gradient through each token.
     dapo        DAPO (arXiv 2503.14476, eq. 8): clip .2 / .28, sum over tokens / tokens of the step, groups without a
-                signal are replaced.
+                signal are replaced. Its overlong filter and soft punishment are switched on by their own keys,
+                mask_truncated and overlong_buffer (the paper: 4096 of 20480 tokens).
     dr_grpo     Dr. GRPO (arXiv 2503.20783): no standard deviation, divisor sequences * max_response_tokens.
 """
 
@@ -64,6 +65,11 @@ class Objective:
         return self.kl.coefficient > 0
 
     @property
+    def needs_sequences(self) -> bool:
+        """Whether sums over whole sequences enter the loss: the ratio's, or the correction's."""
+        return self.ratio != "token" or (self.correction.kind != "none" and self.correction.level == "sequence")
+
+    @property
     def kl_in_loss(self) -> bool:
         """Whether the KL is a term of the loss."""
         return self.needs_reference and self.kl.place == "loss"
@@ -101,7 +107,8 @@ def resolve(config: ObjectiveConfig, max_response_tokens: int) -> Objective:
     """Fill in what the algorithm's recipe decides and refuse what cannot mean anything.
 
     Raises:
-        UserMistake: k1 in the loss, whose expected gradient is zero; an overlong buffer longer than the response.
+        UserMistake: k1 in the loss, whose expected gradient is zero; an overlong buffer longer than the response;
+            bounds of the clip or the correction that shut out the ratio 1 of equal policies, or that are not used.
     """
     if config.kl.coefficient and config.kl.place == "loss" and config.kl.estimator == "k1":
         raise UserMistake("the gradient of k1 in the loss is 0 in expectation", "objective.kl.estimator",
@@ -109,10 +116,29 @@ def resolve(config: ObjectiveConfig, max_response_tokens: int) -> Objective:
     if config.overlong_buffer >= max_response_tokens:
         raise UserMistake(f"{config.overlong_buffer} is not below rollout.max_response_tokens ({max_response_tokens})",
                           "objective.overlong_buffer", "use a part of the response length, or 0")
+    _check_correction(config.correction)
     recipe = _RECIPES[config.algorithm]
     decided = {name: value if getattr(config, name) is None else getattr(config, name)
                for name, value in recipe.items()}
+    if decided["clip_low"] > 1:
+        raise UserMistake(f"{decided['clip_low']:g} puts the lower bound of the ratio below 0", "objective.clip_low",
+                          "use a value from 0 to 1")
     given = {name: getattr(config, name) for name in (
         "algorithm", "std_ddof", "std_eps", "kl", "entropy_bonus", "correction", "mask_truncated", "overlong_buffer",
         "overlong_penalty")}
     return Objective(max_response_tokens=max_response_tokens, **decided, **given)
+
+
+def _check_correction(correction: CorrectionConfig) -> None:
+    """Refuse bounds that would cut the weight 1 of an engine that agrees with the trainer, or mean nothing."""
+    if correction.kind == "none":
+        return
+    if correction.high < 1:
+        raise UserMistake(f"{correction.high:g} would cut the weight 1 of an engine that agrees with the trainer",
+                          "objective.correction.high", "use 1 or more")
+    if correction.kind == "truncated" and correction.low:
+        raise UserMistake(f"{correction.low:g} would not be used: truncation cuts at high only",
+                          "objective.correction.low", "leave it at 0, or set objective.correction.kind: masked")
+    if correction.low > 1:
+        raise UserMistake(f"{correction.low:g} would mask the weight 1 of an engine that agrees with the trainer",
+                          "objective.correction.low", "use 1 or less")
