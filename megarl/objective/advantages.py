@@ -32,8 +32,8 @@ def group_advantages(rewards_n: torch.Tensor, group_n: torch.Tensor, objective: 
     if not objective.normalize_std:
         return centred_n
     squares_g = rewards_n.new_zeros(groups).index_add(0, group_n, centred_n.square())
-    std_g = (squares_g / (count_g - objective.std_ddof).clamp(min=1)).sqrt()
-    return centred_n / (std_g[group_n] + objective.std_eps)
+    std_g = (squares_g / (count_g - objective.std_ddof).clamp(min=1)).sqrt() + objective.std_eps
+    return centred_n / torch.where(std_g == 0, torch.ones_like(std_g), std_g)[group_n]
 
 
 def has_signal(group: Group) -> bool:
