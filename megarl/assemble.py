@@ -1,0 +1,178 @@
+"""Builds the parts of a trainer rank and takes them down again; `train.py` says what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.checkpoint.hf_export import save_hf
+from megarl.checkpoint.state import Checkpoints, Progress
+from megarl.cluster.groups import Groups, start_trainers
+from megarl.cluster.partition import Partition
+from megarl.cluster.store import Control
+from megarl.config.layout import Layout
+from megarl.config.schema import Config, EvalSetConfig
+from megarl.data.buffer import ExperienceBuffer, Taken
+from megarl.data.prompts import PromptStream, load_eval_set
+from megarl.data.sample import Prompt
+from megarl.data.tokenizer import decoder, load_tokenizer
+from megarl.model.hf_config import HFConfig
+from megarl.objective.advantages import has_signal
+from megarl.objective.recipes import Objective, resolve
+from megarl.observe.console import banner
+from megarl.observe.report import Reporter
+from megarl.reward.pool import RewardPool
+from megarl.reward.registry import Term, term_keys
+from megarl.rollout.evaluate import evaluate
+from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
+from megarl.rollout.generate import Collected, Generator
+from megarl.rollout.records import write_rollouts
+from megarl.sync.publish import WeightPublisher
+from megarl.update.experience import Experience
+from megarl.update.policy import Policy
+
+
+@dataclass
+class Sampling:
+    """What only leaders have: prompts, rewards, generation, held-out sets."""
+
+    prompts: PromptStream
+    generator: Generator
+    sets: list[tuple[str, EvalSetConfig, list[Prompt]]]
+
+
+@dataclass
+class Trainer:
+    """One trainer rank's parts. Every method is collective over the trainers.
+
+    Attributes:
+        config, run_dir, groups, objective, policy: the run.
+        progress: how far it is.
+        version: of the weights the engines hold.
+        buffer: where experiences come from.
+        report: metrics and console (written by trainer 0).
+    """
+
+    config: Config
+    run_dir: Path
+    control: Control
+    groups: Groups
+    objective: Objective
+    policy: Policy
+    checkpoints: Checkpoints
+    publisher: WeightPublisher
+    buffer: ExperienceBuffer
+    sampling: Sampling | None
+    report: Reporter
+    progress: Progress
+    pad_token: int
+    version: str = ""
+
+    def experience(self, taken: Taken) -> Experience:
+        """Pack a step's samples and move them to the ranks that train them."""
+        return Experience.build(taken, self.progress.step, self.config, self.objective, self.groups, self.pad_token)
+
+    def publish(self) -> None:
+        """Give the engines the present weights; their version is the number of finished steps."""
+        self.version = f"{self.control.generation}:{self.progress.step}"
+        sent = self.publisher.publish(self.version)
+        self.report.add({"sync/megabytes": sent.bytes / 1e6, "sync/engines": len(sent.engines)})
+
+    def evaluate(self) -> None:
+        """Sample and score the held-out sets."""
+        if self.sampling is not None and self.sampling.sets:
+            self.report.add(evaluate(self.sampling.sets, self.sampling.generator, self.groups, self.config.run.seed,
+                                     self.version))
+
+    def record(self, taken: Taken) -> None:
+        """Write the step's samples as JSONL if it is their turn."""
+        every = self.config.observe.rollouts
+        if every and self.progress.step % every == 0:
+            write_rollouts(self.run_dir, self.progress.step, dist.get_rank(), taken.groups)
+
+    def due(self, every: int) -> bool:
+        """Whether something done every so many steps is due after the step just finished; 0 is never."""
+        return bool(every) and self.progress.step % every == 0
+
+    def save(self) -> None:
+        """Write a checkpoint of the progress."""
+        self.checkpoints.save(self.progress)
+
+    def finish(self) -> None:
+        """The last checkpoint, the reward curve and the Hugging Face export."""
+        if not self.due(self.config.checkpoint.every):
+            self.save()
+        self.report.draw()
+        if self.sampling is not None:
+            for source in self.sampling.prompts.report():
+                self.report.say(source.describe() if source.dropped else f"{source.name}: no prompt dropped")
+        if self.config.checkpoint.export:
+            save_hf(self.policy.chunks, self.policy.hf, self.groups.layout, self.config.model.path,
+                    self.run_dir / "export")
+
+
+@contextmanager
+def trainer(config: Config, partition: Partition, control: Control, run_dir: Path) -> Iterator[Trainer]:
+    """Build this trainer's parts, resume from the newest checkpoint, wait for the engines; take all down at the end."""
+    layout, objective = Layout.from_config(config), resolve(config.objective, config.rollout.max_response_tokens)
+    hf = HFConfig.read(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
+    with ExitStack() as stack:
+        if partition.rank == 0:
+            stack.enter_context(beat_for_trainers(control.store))
+            stack.callback(request_stop, control.store, "the trainers have ended")
+        groups = start_trainers(layout, partition.rank, control.store, config.cluster.timeout_s, config.run.seed)
+        policy = Policy(config, hf, groups, objective)
+        checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, policy.optimizer,
+                                  {"model": hf.raw, "objective": objective.describe()})
+        newest = checkpoints.newest() if config.checkpoint.resume else None
+        progress = checkpoints.load(newest) if newest else Progress()
+        report = stack.enter_context(Reporter(config, run_dir, groups, progress.step))
+        report.say(banner({"layout": f"{layout.describe()} + {partition.rollouts} rollout", "objective":
+                           objective.describe(), "model": f"{hf.family} {config.model.path}",
+                           "implementation": policy.chunks[0].implementation, "resumed": str(newest or "no")}))
+        sampling = None
+        if groups.is_leader:
+            pool = stack.enter_context(RewardPool(config.reward))
+            prompts = stack.enter_context(PromptStream(config.data, tokenizer, config.run.seed,
+                                                       start=progress.position))
+            generator = Generator(
+                config, prompts, _fleet(config, control), control.store, generation=control.generation,
+                leader_index=groups.dp, leaders=layout.data, vocab_size=hf.vocab, decode=decoder(tokenizer),
+                score=pool.score_group, keep=has_signal if objective.dynamic_sampling else None)
+            stack.callback(generator.close)
+            sets = [(chosen.name or Path(chosen.path).stem, chosen, load_eval_set(chosen, tokenizer, config.data))
+                    for chosen in config.eval.sets]
+            sampling = Sampling(prompts, generator, sets)
+        fleet = _fleet(config, control) if partition.rank == 0 else None
+        if fleet is not None:
+            fleet.wait_ready(config.cluster.start_timeout_s, lambda up, of: report.say(f"engines up: {up} of {of}"))
+        publisher = WeightPublisher(policy.chunks, hf, layout, config, address=control.address,
+                                    generation=control.generation, fleet=fleet)
+        stack.callback(publisher.close)
+        buffer = ExperienceBuffer(_collector(config, sampling), groups, _term_names(config))
+        yield Trainer(config, run_dir, control, groups, objective, policy, checkpoints, publisher, buffer, sampling,
+                      report, progress, tokenizer.pad_token_id or 0)
+        dist.barrier()
+    dist.destroy_process_group()  # not after a failure: peers may be gone, and waiting for them would hide it
+
+
+def _fleet(config: Config, control: Control) -> Fleet:
+    return Fleet(control.store, config.cluster.rollouts, config.rollout.engines_per_rank,
+                 config.cluster.lease_timeout_s)
+
+
+def _collector(config: Config, sampling: Sampling | None) -> Callable[[int, int, str], Collected] | None:
+    """A leader's part of a step, as the buffer calls it."""
+    if sampling is None:
+        return None
+    need = config.data.prompts_per_step
+    return lambda step, position, version: sampling.generator.collect(step, position, need, version=version)
+
+
+def _term_names(config: Config) -> list[str]:
+    return term_keys([Term(t.name, t.weight, t.source, t.options) for t in config.reward.terms])

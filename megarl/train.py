@@ -1,0 +1,81 @@
+"""The main loop. Every rank runs this program: `torchrun -m megarl.train CONFIG.yaml [key.path=value ...]`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+from megarl.errors import run_main
+
+if TYPE_CHECKING:
+    from megarl.assemble import Trainer
+
+
+def train(config: Config, trainer: Trainer) -> None:
+    """Sample, score, learn, publish; until the run's steps are done.
+
+    Synchronous training is asynchronous training with a lag of 0: the buffer decides how far sampling runs ahead.
+    """
+    report, policy = trainer.report, trainer.policy
+    trainer.publish()
+    if trainer.progress.step == 0 and config.eval.before_start:
+        trainer.evaluate()
+        report.step(0)
+    while trainer.progress.step < config.run.steps:
+        with report.phases("rollout"):
+            taken = trainer.buffer.take(trainer.progress.step, trainer.progress.position, trainer.version)
+            trainer.record(taken)
+        with report.phases("logprobs"):
+            experience = trainer.experience(taken)
+            for minibatch in experience.minibatches:
+                policy.reference_logprobs(minibatch)
+                policy.old_logprobs(minibatch)
+            experience.set_advantages()
+        with report.phases("update"):
+            updates = [policy.update(minibatch) for minibatch in experience.passes()]
+        trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1, position=taken.next_position)
+        with report.phases("publish"):
+            trainer.publish()
+        if trainer.due(config.checkpoint.every):
+            with report.phases("checkpoint"):
+                trainer.save()
+        if trainer.due(config.eval.every):
+            with report.phases("evaluate"):
+                trainer.evaluate()
+                report.draw()
+        report.add(taken.metrics | experience.metrics())
+        report.add_updates(updates)
+        report.step(trainer.progress.step)
+    trainer.finish()
+
+
+def main(argv: list[str]) -> None:
+    """Load the config, find this rank's role, play it."""
+    config = load(argv[0], argv[1:])
+    from megarl.cluster import device
+
+    device.prepare(config.cluster.device)  # before anything imports Megatron-core
+    from megarl.cluster.partition import Partition
+    from megarl.cluster.store import connect, farewell
+
+    partition = Partition.from_env(config.cluster)
+    control = connect(partition, config.cluster)
+    run_dir = Path(config.run.dir).absolute()
+    if partition.is_trainer:
+        from megarl.assemble import trainer
+
+        with trainer(config, partition, control, run_dir) as parts:
+            train(config, parts)
+    else:
+        from megarl.rollout.supervisor import supervise
+
+        supervise(config, partition, control.store, run_dir, address=control.address)
+    farewell(control, partition, config.cluster.timeout_s)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""Sums across ranks: the differentiable one of the objective, and the statistics of an optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.cluster import device
+from megarl.cluster.groups import Groups
+from megarl.model.chunk import PolicyChunk
+from megarl.objective.policy import MAXIMA, SUMS
+
+
+class _SumWithGradient(torch.autograd.Function):
+    """y = sum over ranks of x. Every rank's loss may use y, so x's gradient is the sum over ranks of y's."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def sum_with_gradient(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum over `group` (None: this rank alone), differentiable on every rank."""
+    return values if group is None else _SumWithGradient.apply(values, group)
+
+
+def policy_statistics(stats: list[dict[str, torch.Tensor] | None], groups: Groups) -> dict[str, float]:
+    """The objective's statistics of an optimizer step, over all ranks; the same on every trainer.
+
+    Args:
+        stats: of each micro-batch, as `objective.policy.policy_loss` gives them; None off the last stage.
+    """
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device.current())
+    maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device.current())
+    if groups.counts_once:
+        for one in stats:
+            sums += torch.stack([one[name] for name in SUMS])
+            maxima = torch.maximum(maxima, torch.stack([one[name] for name in MAXIMA]))
+    dist.all_reduce(sums)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    total = dict(zip(SUMS, sums.tolist(), strict=True)) | dict(zip(MAXIMA, maxima.tolist(), strict=True))
+    tokens = max(total["tokens"], 1)
+    mean = {name: total[name] / tokens for name in SUMS}
+    return {"policy/loss": total["loss"], "policy/clip_fraction": mean["clipped_low"] + mean["clipped_high"],
+            "policy/clip_fraction_low": mean["clipped_low"], "policy/clip_fraction_high": mean["clipped_high"],
+            "policy/kl_old": mean["kl_old"], "policy/kl": mean["ref_kl"], "policy/entropy": mean["entropy"],
+            "policy/ratio": mean["ratio"], "policy/ratio_max": total["ratio_max"],
+            "engine/gap_mean": mean["engine_gap"], "engine/gap_max": total["engine_gap_max"],
+            "engine/kl": mean["engine_kl"], "engine/is_weight": mean["is_weight"], "engine/is_cut": mean["is_cut"]}
+
+
+def router_statistics(chunks: list[PolicyChunk], fractions: list[torch.Tensor], groups: Groups) -> dict[str, float]:
+    """Losses and loads of the experts in an optimizer step, the same on every trainer; {} for a dense model.
+
+    Args:
+        fractions: per chunk of this rank, [layers, experts]: where the routers sent the step's tokens.
+    Returns:
+        moe/balance_loss and moe/z_loss (with their coefficients), and per layer moe/load_max/<layer>: the busiest
+        expert's share of tokens over its fair share.
+    """
+    if not fractions:
+        return {}
+    layers = groups.layout.pipeline * sum(len(one) for one in fractions)
+    losses = torch.zeros(2, dtype=torch.float64, device=device.current())
+    loads = torch.zeros(layers, dtype=torch.float64, device=device.current())
+    for chunk, one in zip(chunks, fractions, strict=True):
+        losses += torch.stack((chunk.routers.balance, chunk.routers.z))
+        if groups.tp == groups.cp == groups.dp == 0:
+            loads[chunk.first_layer: chunk.first_layer + len(one)] = one.max(-1).values * one.size(-1)
+    dist.all_reduce(losses)
+    dist.all_reduce(loads)
+    return {"moe/balance_loss": float(losses[0]), "moe/z_loss": float(losses[1]), "moe/load_max": float(loads.max()),
+            **{f"moe/load_max/{layer}": value for layer, value in enumerate(loads.tolist())}}

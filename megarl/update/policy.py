@@ -1,0 +1,130 @@
+"""The policy: its log-probs of an experience, one optimizer step on a minibatch, what its experts saw."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoint.hf_import import load_hf
+from megarl.cluster.groups import Groups
+from megarl.config.schema import Config
+from megarl.data.batch import PackedBatch
+from megarl.model.build import build_chunks
+from megarl.model.chunk import PolicyChunk
+from megarl.model.head import token_logprobs
+from megarl.model.hf_config import HFConfig
+from megarl.model.reference import HostWeights
+from megarl.objective.policy import policy_loss
+from megarl.objective.recipes import Objective
+from megarl.pipeline.execute import Executor
+from megarl.update import across, optimizer
+from megarl.update.experience import Minibatch
+
+
+class Policy:
+    """The trained model on this rank.
+
+    Args:
+        config, hf, groups: the run, the model's config, this trainer's groups.
+        objective: the loss, resolved.
+
+    Attributes:
+        chunks: this rank's stages, bare.
+        optimizer: with the DDP-wrapped chunks.
+    """
+
+    def __init__(self, config: Config, hf: HFConfig, groups: Groups, objective: Objective) -> None:
+        from megatron.core import parallel_state
+
+        self.config, self.hf, self.groups, self.objective = config, hf, groups, objective
+        layout = groups.layout
+        dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
+        self.chunks = build_chunks(hf, config, layout)
+        load_hf(self.chunks, config.model.path, hf, layout)
+        self._reference = HostWeights(self.chunks) if objective.needs_reference else None
+        self.optimizer = optimizer.Optimizer(optimizer.wrap(self.chunks, config.optim.distributed), config.optim, dtype)
+        pp_group = parallel_state.get_pipeline_model_parallel_group() if layout.pipeline > 1 else None
+        self._executor = Executor(self.optimizer.chunks, layout, hf.hidden, dtype, pp_group,
+                                  timeout_s=config.cluster.timeout_s)
+        self._tp = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
+        self._cp = parallel_state.get_context_parallel_group() if layout.context > 1 else None
+        self._stage_peers = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+    def old_logprobs(self, minibatch: Minibatch) -> None:
+        """Fill in `old_logprobs`, with the weights as they are, and the experts' shares of the minibatch's tokens."""
+        self._count_experts(True)
+        self._fill(minibatch, "old_logprobs")
+        self._count_experts(False)
+        for chunk in self.chunks:
+            if chunk.routers is not None:
+                counts = chunk.routers.counts.double()
+                dist.all_reduce(counts, group=self._stage_peers)
+                minibatch.fractions.append(counts / counts.sum(-1, keepdim=True).clamp(min=1))
+
+    def reference_logprobs(self, minibatch: Minibatch) -> None:
+        """Fill in `ref_logprobs` with the weights that the run started from; nothing where no KL needs them."""
+        if self._reference is not None:
+            with self._reference.swapped_in():
+                self._fill(minibatch, "ref_logprobs")
+
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        """One optimizer step; returns its statistics, equal on all trainers.
+
+        A minibatch without a trained token changes no weight, no moment and no learning rate.
+
+        Raises:
+            MachineFault: the gradient norm is not finite.
+        """
+        if not minibatch.trained_tokens:
+            return {"optim/skipped": 1.0}
+        self.gradients(minibatch)
+        return self.step(minibatch)
+
+    def gradients(self, minibatch: Minibatch) -> None:
+        """Forward and backward of all micro-batches, gradients reduced; statistics stay with `minibatch`."""
+        for number, chunk in enumerate(self.chunks):
+            if chunk.routers is not None:
+                chunk.routers.reset()
+                chunk.routers.set_step(minibatch.fractions[number], minibatch.real_tokens)
+        self.optimizer.zero_grad()
+        minibatch.stats = self._executor.train(minibatch.batches, self._loss)
+        self.optimizer.finish_gradients()
+
+    def step(self, minibatch: Minibatch) -> dict[str, float]:
+        """Clip and apply the gradients; returns the statistics of the minibatch."""
+        norm = self.optimizer.step()
+        stats = across.policy_statistics(minibatch.stats, self.groups)
+        stats |= across.router_statistics(self.chunks, minibatch.fractions, self.groups)
+        return stats | {"optim/grad_norm": norm, "optim/lr": self.optimizer.lr, "optim/skipped": 0.0}
+
+    def _logprobs(self, hidden_tbh: torch.Tensor, chunk: PolicyChunk, batch: PackedBatch
+                  ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-prob and entropy of each position's label, [T_local]."""
+        return token_logprobs(
+            hidden_tbh[:, 0], chunk.head_weight(), batch.labels_t, vocab_size=self.hf.vocab,
+            temperature=self.config.rollout.temperature, tp_group=self._tp,
+            sequence_parallel=self.groups.layout.sequence, chunk_tokens=self.config.model.head_chunk_tokens)
+
+    def _fill(self, minibatch: Minibatch, name: str) -> None:
+        results = self._executor.forward(minibatch.batches, lambda *args: self._logprobs(*args)[0])
+        for batch, logprobs_t in zip(minibatch.batches, results, strict=True):
+            if logprobs_t is not None:
+                batch.per_token[name] = logprobs_t
+
+    def _loss(self, hidden_tbh: torch.Tensor, chunk: PolicyChunk, batch: PackedBatch
+              ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs_t, entropy_t = self._logprobs(hidden_tbh, chunk, batch)
+        values = batch.per_token
+        return policy_loss(
+            logprobs_t, values["old_logprobs"], values["advantages"], values["weights"], batch.mask_t,
+            batch.sequence_t, batch.samples.numel(), self.objective, entropy_t=entropy_t,
+            ref_t=values.get("ref_logprobs"), engine_t=values["engine_logprobs"],
+            sum_across=lambda tensor: across.sum_with_gradient(tensor, self._cp))
+
+    def _count_experts(self, on: bool) -> None:
+        for chunk in self.chunks:
+            if chunk.routers is not None:
+                if on:
+                    chunk.routers.reset()
+                chunk.routers.recording = on
+
