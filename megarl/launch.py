@@ -26,7 +26,7 @@ from types import FrameType
 from megarl import versions
 from megarl.config.check import load_checked
 from megarl.config.schema import ClusterConfig
-from megarl.errors import EXIT_FAULT, MegarlError, UserMistake, run_main
+from megarl.errors import EXIT_FAULT, EXIT_MISTAKE, MegarlError, UserMistake, run_main
 
 GRACE_S = 10  # between SIGTERM and SIGKILL of the ranks
 _MODULE = "megarl.train"
@@ -160,7 +160,9 @@ def _failure(run_dir: Path, logs: Path, node: Node) -> RanksFailed:
         lines = (logs / "torchrun.log").read_text(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip(" =")), "nothing")
         message, status = f"a rank ended without telling why; torchrun's last line: {last.strip()}", EXIT_FAULT
-    return RanksFailed(f"{message}\n  logs: {logs}" if node.rank == 0 else f"see node 0's output; logs: {logs}", status)
+    if node.rank:
+        message = "see node 0's output"
+    return RanksFailed(message if status == EXIT_MISTAKE else f"{message}\n  logs: {logs}", status)
 
 
 def _run(command: list[str], environment: dict[str, str], log: Path) -> int:

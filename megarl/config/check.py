@@ -9,13 +9,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megarl.config import files, keys, options
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import Origin, read
 from megarl.config.schema import Config
 from megarl.errors import UserMistake, UserMistakes
+
+if TYPE_CHECKING:
+    from megarl.objective.recipes import Objective
 
 T = TypeVar("T")
 _ENGINES = ("embedded",)  # what this version can start
@@ -129,21 +132,15 @@ def _reward(config: Config) -> Iterator[UserMistake]:
 
 
 def _objective(config: Config) -> Iterator[UserMistake]:
-    objective = config.objective
-    kl, correction = objective.kl, objective.correction
-    if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
-        yield UserMistake("the gradient of k1 in the loss is 0 in expectation", "objective.kl.estimator",
-                          "use k2 or k3, or set objective.kl.place: reward")
-    if correction.kind == "truncated" and correction.low:
-        yield UserMistake(f"{correction.low} would not be used: truncation cuts at high only",
-                          "objective.correction.low", "leave it at 0, or set objective.correction.kind: masked")
-    if correction.kind == "masked" and correction.low >= correction.high:
-        yield UserMistake(f"{correction.low} is not below high ({correction.high}): every token would be masked",
-                          "objective.correction.low", f"use a value below {correction.high}")
-    if objective.overlong_buffer >= config.rollout.max_response_tokens:
-        yield UserMistake(f"{objective.overlong_buffer} is not below rollout.max_response_tokens "
-                          f"({config.rollout.max_response_tokens}): every response would be punished",
-                          "objective.overlong_buffer", "use a part of the response length, or 0")
+    found: list[UserMistake] = []
+    _collect(found, lambda: _resolved(config))
+    yield from found
+
+
+def _resolved(config: Config) -> Objective:
+    from megarl.objective.recipes import resolve  # pure, but above this package
+
+    return resolve(config.objective, config.rollout.max_response_tokens)
 
 
 def _batch(config: Config) -> Iterator[UserMistake]:
@@ -256,6 +253,6 @@ def _summary(config: Config, layout: Layout) -> str:
     samples = data.prompts_per_step * rollout.samples_per_prompt
     tokens = samples * (data.max_prompt_tokens + rollout.max_response_tokens)
     updates = batch.minibatches * batch.epochs
-    return (f"{layout.describe()} + {config.cluster.rollouts} rollout | {config.objective.algorithm} | "
+    return (f"{layout.describe()} + {config.cluster.rollouts} rollout | {_resolved(config).describe()} | "
             f"{data.prompts_per_step} prompts x {rollout.samples_per_prompt} = {samples} samples, at most {tokens:,} "
             f"tokens and {updates} update{'s' if updates > 1 else ''} a step, {config.run.steps} steps")

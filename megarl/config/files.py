@@ -14,16 +14,16 @@ _READ_BYTES = 32 << 20  # about a second of JSON
 
 
 def check_model_files(path: str) -> Iterator[UserMistake]:
-    """Mistakes in a Hugging Face checkpoint directory: shards missing or cut short, no tokenizer.
+    """Mistakes in a Hugging Face checkpoint directory: shards or tensors missing, shards cut short, no tokenizer.
 
     config.json is not judged here (`model.hf_config` does it).
     """
     directory = Path(path)
     index = directory / "model.safetensors.index.json"
-    shards = ["model.safetensors"]
+    shards: dict[str, set[str]] = {"model.safetensors": set()}  # file -> tensors that the index promises
     if index.is_file():
         try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            shards = _shards(index)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             yield UserMistake(f"{index} is not an index of safetensors shards: {error!r}", "model.path",
                               "download the checkpoint again")
@@ -34,27 +34,45 @@ def check_model_files(path: str) -> Iterator[UserMistake]:
         yield UserMistake(f"{directory / missing[0]}{more} is not there", "model.path",
                           "download the checkpoint's missing files" if index.is_file() else
                           "give the directory of a checkpoint in safetensors format")
-    for shard in shards:
-        if shard not in missing and not _whole(directory / shard):
+    for shard, promised in shards.items():
+        if shard in missing:
+            continue
+        tensors = _tensors(directory / shard)
+        if tensors is None:
             yield UserMistake(f"{directory / shard} is cut short or no safetensors file", "model.path",
                               "download it again")
+        elif absent := promised - tensors:
+            yield UserMistake(f"{directory / shard} has no tensor {min(absent)}, which the index promises",
+                              "model.path", "download it and the index again")
     if not any((directory / name).is_file() for name in _TOKENIZERS):
         yield UserMistake(f"{directory} has no tokenizer", "model.path", f"it needs one of {', '.join(_TOKENIZERS)}")
 
 
-def _whole(path: Path) -> bool:
-    """Whether a safetensors file is as long as its header says (8 bytes of length, the header, the tensors)."""
+def _shards(index: Path) -> dict[str, set[str]]:
+    """Tensors of each shard, as model.safetensors.index.json has them."""
+    shards: dict[str, set[str]] = {}
+    for tensor, shard in sorted(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()):
+        shards.setdefault(shard, set()).add(tensor)
+    return shards
+
+
+def _tensors(path: Path) -> set[str] | None:
+    """Names of the tensors of a safetensors file; None if it is not as long as its header says.
+
+    The format: 8 bytes, the length of the header; the header, JSON with each tensor's place; the tensors.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
-            return False
+            return None
         try:
             header = json.loads(file.read(length))
-            return 8 + length + max((entry["data_offsets"][1] for name, entry in header.items()
-                                     if name != "__metadata__"), default=0) == size
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return False
+            return None
+    return set(header) if 8 + length + end == size else None
 
 
 def check_prompts(path: str, columns: list[str], key: str) -> Iterator[UserMistake]:

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("end", "status", "told"), [
-    ("mistake", 64, "error: rank 1: some.key: 7 is too much\n  remedy: use 6\n  logs: "),
+    ("mistake", 64, "error: rank 1: some.key: 7 is too much\n  remedy: use 6\n"),
     ("bug", 1, "error: rank 1: ValueError: this should not happen; traceback in "),
     ("killed", 75, "error: a rank ended without telling why"),
 ])

@@ -68,6 +68,14 @@ def cut(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100])
 
 
+def rename(files: str, name: str) -> Callable[[Path], object]:
+    """Call a tensor something else in some files of the model."""
+    def spoil(folder: Path) -> None:
+        for path in (folder / "model").glob(files):
+            path.write_bytes(path.read_bytes().replace(f'"{name}"'.encode(), f'"{"x" * len(name)}"'.encode()))
+    return spoil
+
+
 CHECKED = {  # what `python -m megarl.config check` finds
     "unknown key": Case(["override: parallel.tensr: unknown key; did you mean parallel.tensor?"], ["parallel.tensr=2"]),
     "unknown section": Case(["config.yaml:", "optimizer: unknown key; did you mean optim?"],
@@ -99,6 +107,8 @@ CHECKED = {  # what `python -m megarl.config check` finds
                           spoil=remove("model/model-00002-of-00002.safetensors")),
     "shard cut short": Case(["F/model/model-00001-of-00002.safetensors is cut short"],
                             spoil=cut("model/model-00001-of-00002.safetensors")),
+    "tensor missing": Case(["model.path: F/model/model-0000", "has no tensor model.norm.weight, which the index "
+                            "promises"], spoil=rename("*.safetensors", "model.norm.weight")),
     "no tokenizer": Case(["model.path: F/model has no tokenizer"], spoil=remove("model/tokenizer.json")),
     "no data": Case(["data.sources.0.path: F/train.jsonl is not there"], spoil=remove("train.jsonl")),
     "empty data": Case(["data.sources.0.path: F/train.jsonl has no rows"], spoil=write("train.jsonl", "\n")),
@@ -161,7 +171,11 @@ LAUNCHED = {  # what only the real start finds; nobody else is started either
                                 environ={"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}),
     "no number": Case(["NNODES: 'two' is not a whole number of at least 1"], environ={"NNODES": "two"}),
 }
-TRAINED = {  # what only a rank finds
+TRAINED = {  # what only a rank finds: ranks are started, one tells, all end
+    "prompt too long": Case(["rank ", "F/train.jsonl line ", ": the prompt has 5 tokens, above data.max_prompt_tokens "
+                             "(3)"], ["data.max_prompt_tokens=3", "data.on_long_prompt=error"]),
+    "tensor unknown": Case(["rank ", "F/model/model-0000", f"tensor {'x' * 17} has no place in a qwen3_moe model"],
+                           spoil=rename("*.safetensors*", "model.norm.weight")),
 }
 
 
