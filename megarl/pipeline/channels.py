@@ -8,6 +8,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from megarl.cluster import device
 from megarl.errors import MachineFault
 from megarl.pipeline.schedule import Transfer
 
@@ -40,16 +41,17 @@ class Channels:
                     made = dist.new_group(list(members), timeout=timeout)
                     if members == mine:
                         self._groups[kind] = made
+            for made in self._groups.values():  # NCCL connects in the first operation, which all members must join
+                dist.all_reduce(torch.zeros(1, device=device.current()), group=made)
 
-    def agree(self, plan: int, device: torch.device) -> None:
+    def agree(self, plan: int) -> None:
         """Refuse to start where ranks plan different messages: gloo takes a short message for a long one silently.
 
         Args:
             plan: a digest of what this rank will send and receive.
-            device: of the tensors.
         """
         if self.size > 1:
-            ends = torch.tensor([plan, -plan], dtype=torch.int64, device=device)
+            ends = torch.tensor([plan, -plan], dtype=torch.int64, device=device.current())
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._groups["F"])
             if ends[0] != -ends[1]:
                 raise RuntimeError("the pipeline's ranks plan different shapes, schedules or numbers of micro-batches")

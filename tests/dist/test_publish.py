@@ -147,7 +147,10 @@ def publish_dense(rank: int, model: Path, export: Path, urls: list[str], pid: in
     if rank == 0:  # fills the engines' caches
         found["before"] = [logprobs(url) for url in urls]
     registry.up(*urls)
+    tell, found["order"] = publisher._tell, []
+    publisher._tell = lambda call, what: (found["order"].append(what), tell(call, what))
     first = publisher.publish("g:1")
+    publisher._tell = tell
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
@@ -273,6 +276,8 @@ def test_engines_equal_a_fresh_one_on_the_export(published):
     size = sum(tensor.nbytes for tensor in tensors.values())
     for found in published["ranks"]:
         assert found["reports"] == [(f"g:{n}", ["0.0", "0.1"], len(tensors), size) for n in (1, 2)]
+        assert found["order"] == ["pause", "drop caches", "begin an update", "end the update", "verify the weights",
+                                  "name the weights", "continue"]
     assert size > 3 << 20 and zero["synced"] == ["0.0", "0.1"]
 
 
