@@ -185,13 +185,21 @@ def _params(raw: dict, limits: Limits, text: Text | None) -> Params:
             raise BadRequest(f"Unexpected keyword argument '{name}' in sampling_params")
     given = {name: raw[name] for name in known if raw.get(name) is not None}
     stop = given.get("stop", ())
-    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    given["stop_token_ids"] = tuple(given.get("stop_token_ids", ()))
+    given["stop"] = _all((stop,) if isinstance(stop, str) else stop, "stop", lambda item: isinstance(item, str) and item)
+    given["stop_token_ids"] = _all(given.get("stop_token_ids", ()), "stop_token_ids",
+                                   lambda item: type(item) is int and -(1 << 63) <= item < 1 << 63)
     params = Params(**given, seeds=_seeds(raw.get("sampling_seed"), given.get("n", 1)))
     _check(params)
     if params.stop and text is None:
         raise BadRequest("stop strings need a tokenizer.json in the model directory; send stop_token_ids")
     return params
+
+
+def _all(values: Any, name: str, fits: Callable[[Any], bool]) -> tuple:
+    """`values` as a tuple, all of which must fit."""
+    _require(isinstance(values, list | tuple) and all(fits(value) for value in values),
+             f"{name} must be a list of {'non-empty strings' if name == 'stop' else 'integers'}")
+    return tuple(values)
 
 
 def _seeds(raw: Any, n: Any) -> tuple[int, ...]:
@@ -224,8 +232,6 @@ def _check(params: Params) -> None:
     _require(_number(params.min_p) and 0 <= params.min_p <= 1, f"min_p must be in [0, 1], got {params.min_p!r}.")
     _require(type(params.top_k) is int and (params.top_k == -1 or params.top_k >= 1),
              f"top_k must be -1 (disable) or at least 1, got {params.top_k!r}.")
-    _require(all(isinstance(item, str) and item for item in params.stop), "stop must be non-empty strings")
-    _require(all(type(item) is int for item in params.stop_token_ids), "stop_token_ids must be integers")
 
 
 def _group(prompt_ids: np.ndarray, params: Params, rid: str, limits: Limits) -> Group:

@@ -55,7 +55,7 @@ class SlotTable:
         self.positions[slot] = len(prompt) + done - 1
         self.counts[slot], self.limits[slot], self.seeds[slot] = done, params.max_new_tokens, sequence.seed
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = params.temperature, params.top_p, params.min_p
-        self.top_k[slot] = OFF_TOP_K if params.top_k == -1 else params.top_k
+        self.top_k[slot] = OFF_TOP_K if params.top_k == -1 else min(params.top_k, OFF_TOP_K)
         self.stop_ids[slot] = -1
         self.stop_ids[slot, :len(stop_ids)] = stop_ids
         self.out_ids[slot, :done], self.out_logprobs[slot, :done] = sequence.output_ids, sequence.logprobs
