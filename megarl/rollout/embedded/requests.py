@@ -185,7 +185,8 @@ def _params(raw: dict, limits: Limits, text: Text | None) -> Params:
             raise BadRequest(f"Unexpected keyword argument '{name}' in sampling_params")
     given = {name: raw[name] for name in known if raw.get(name) is not None}
     stop = given.get("stop", ())
-    given["stop"] = _all((stop,) if isinstance(stop, str) else stop, "stop", lambda item: isinstance(item, str) and item)
+    given["stop"] = _all((stop,) if isinstance(stop, str) else stop, "stop",
+                         lambda item: isinstance(item, str) and item != "")
     given["stop_token_ids"] = _all(given.get("stop_token_ids", ()), "stop_token_ids",
                                    lambda item: type(item) is int and -(1 << 63) <= item < 1 << 63)
     params = Params(**given, seeds=_seeds(raw.get("sampling_seed"), given.get("n", 1)))
