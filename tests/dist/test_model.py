@@ -24,7 +24,8 @@ def on_ranks(rank: int, folder: str) -> dict[str, Any]:
     make_groups(layout, datetime.timedelta(seconds=120), seed=1)
     path = Path(folder)
     return {"router": router_by_hand(), "padding": padding(path, layout), "recompute": recompute(path, layout),
-            "replay": replay(path, layout), "reference": reference(path, layout), "refused": refused(path, layout)}
+            "replay": replay(path, layout), "reference": reference(path, layout), "refused": refused(path, layout),
+            "files": round_trip(path.parent / "bf16", layout)}
 
 
 def chunk_of(path: Path, layout: Any, **options: Any) -> Any:
@@ -148,6 +149,18 @@ def reference(path: Path, layout: Any) -> dict[str, bool]:
             "in place": addresses == [p.data_ptr() for p in chunk.parameters()]}
 
 
+def round_trip(path: Path, layout: Any) -> list[bool]:
+    """A bf16 checkpoint of one file through an fp32 and a bf16 model: the same file?"""
+    from megarl.checkpoint.hf_export import save_hf
+
+    same = []
+    for dtype in ("fp32", "bf16"):
+        chunk, out = chunk_of(path, layout, dtype=dtype), path.parent / f"out-{dtype}"
+        save_hf([chunk], chunk.hf, layout, path, out)
+        same.append((path / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes())
+    return same
+
+
 def refused(path: Path, layout: Any) -> list[str]:
     """Mistakes that the builder tells."""
     from megarl.config.layout import Layout
@@ -172,8 +185,9 @@ def refused(path: Path, layout: Any) -> list[str]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of both ranks."""
     folder = tmp_path_factory.mktemp("model")
-    models.save_hf_model("qwen3_moe", folder)
-    return run_world(2, on_ranks, str(folder))
+    models.save_hf_model("qwen3_moe", folder / "fp32")
+    models.save_hf_model("qwen2", folder / "bf16", dtype=torch.bfloat16)
+    return run_world(2, on_ranks, str(folder / "fp32"))
 
 
 def test_router_losses_by_hand(world: list[dict[str, Any]]) -> None:
@@ -211,6 +225,11 @@ def test_replayed_routing(world: list[dict[str, Any]]) -> None:
 def test_reference_weights_change_places(world: list[dict[str, Any]]) -> None:
     for result in world:
         assert all(result["reference"].values()), result["reference"]
+
+
+def test_export_keeps_the_source_dtype(world: list[dict[str, Any]]) -> None:
+    """To the byte, the file's header included."""
+    assert world[0]["files"] == [True, True]
 
 
 def test_mistakes_are_told(world: list[dict[str, Any]]) -> None:
