@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,14 +21,11 @@ def run_world(size: int, function: Callable[..., Any], *args: Any, timeout: floa
     thread. If a rank fails, all are killed and its traceback is raised here.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-world-") as folder:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         module = sys.modules[function.__module__]
-        (Path(folder) / "call").write_bytes(
-            pickle.dumps((str(Path(module.__file__).resolve()), function.__qualname__, args)))
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-               "WORLD_SIZE": str(size), "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        (Path(folder) / "call").write_bytes(pickle.dumps((str(Path(module.__file__).resolve()), function.__qualname__)))
+        (Path(folder) / "args").write_bytes(pickle.dumps(args))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(size),
+               "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         logs = [open(Path(folder) / f"log{rank}", "w+") for rank in range(size)]
         processes = [subprocess.Popen([sys.executable, __file__, folder], env={**env, "RANK": str(rank)},
                                       stdout=logs[rank], stderr=subprocess.STDOUT) for rank in range(size)]
@@ -68,19 +64,22 @@ def _child(folder: str) -> None:
     import datetime
     import importlib.util
 
-    path, name, args = pickle.loads((Path(folder) / "call").read_bytes())
+    path, name = pickle.loads((Path(folder) / "call").read_bytes())
     import torch
 
     from megarl.cluster import device
 
     torch.set_num_threads(1)
     device.prepare("cpu")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    rank = int(os.environ["RANK"])
+    meeting = torch.distributed.FileStore(f"{folder}/meeting", int(os.environ["WORLD_SIZE"]))  # no port to clash over
+    torch.distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=int(os.environ["WORLD_SIZE"]),
+                                         timeout=datetime.timedelta(seconds=120))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[Path(path).stem] = module
     spec.loader.exec_module(module)
+    args = pickle.loads((Path(folder) / "args").read_bytes())  # may hold classes of that module
     result = getattr(module, name)(rank, *args)
     (Path(folder) / f"result{rank}").write_bytes(pickle.dumps(result))
     torch.distributed.barrier()

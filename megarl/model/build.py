@@ -51,7 +51,8 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
     """Megatron-core's config for this model, run and layout, with the user's `megatron:` options on top.
 
     `calculate_per_token_loss` makes Megatron's DDP sum gradients over ranks: megarl's losses carry their global
-    divisors already.
+    divisors already. Weights are initialised although they are loaded afterwards: only then does Megatron-core mark
+    those that are cut over tensor ranks, and without the mark the gradient norm leaves most of them out.
 
     Raises:
         UserMistake: the model cannot be cut so, or a `megatron:` option is unknown, decided elsewhere, or refused by
@@ -71,7 +72,7 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
         tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context, sequence_parallel=layout.sequence, params_dtype=dtype,
         pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, calculate_per_token_loss=True,
-        use_cpu_initialization=device.kind() == "cpu", perform_initialization=False,
+        use_cpu_initialization=device.kind() == "cpu",
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False, apply_rope_fusion=with_te)
     if hf.experts:
@@ -109,4 +110,5 @@ def build_chunk(hf: HFConfig, config: Config, layout: Layout, stage: int, stages
     transformer = transformer_config(hf, config, layout)
     chunk = PolicyChunk(hf, transformer, block_spec(transformer, kind, hf.layers // stages), kind,
                         padded_vocab(hf, layout), config.model.balance, stage, stages)
+    megatron_fixes.mark_experts(chunk, layout)
     return chunk.to(device.current())

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megarl.config.layout import Layout
+
 _applied = False
 
 
@@ -21,6 +23,19 @@ def apply() -> None:
     _router_gemm_name()
     _mla_without_te()
     _torch_adam_checkpoints()
+
+
+def mark_experts(model: torch.nn.Module, layout: Layout) -> None:
+    """Have DDP reduce the experts' gradients over the ranks that hold the same experts.
+
+    Megatron-core takes experts out of the dense data-parallel group only where expert parallelism is above 1. With
+    expert_tensor below tensor and expert 1 (layers.py: `is_expert and expert_parallel`) each tensor rank would keep
+    the gradient of its own tokens, without an error.
+    """
+    apart = layout.expert > 1 or layout.expert_tensor != layout.tensor
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = not apart
 
 
 def _router_gemm_name() -> None:
