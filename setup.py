@@ -20,6 +20,7 @@ setup(
         "matplotlib>=3.8,<4",
         "numpy>=1.26,<3",
         "packaging>=24.2",
+        "psutil>=5.9",  # Megatron-core's checkpoint writers wait for ever without it
         "pyarrow>=15",
         "pydantic>=2.9,<3",
         "pyyaml>=6,<7",
