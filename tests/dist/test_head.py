@@ -20,7 +20,7 @@ def plain(hidden_th, weight_vh, labels_t, vocab_size, temperature):
 
 
 def make(tokens, vocab, padded, hidden=5, dtype=torch.float64, seed=0):
-    """(hidden states, weight with garbage in the padding rows, labels, gradient for log-probs, gradient for entropy)."""
+    """(hidden states, weight with garbage in the padding rows, labels, gradients for log-probs and for entropy)."""
     g = torch.Generator().manual_seed(seed)
     weight_vh = torch.randn(padded, hidden, generator=g, dtype=torch.float64)
     weight_vh[vocab:] = 50.0
