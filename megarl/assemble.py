@@ -18,7 +18,7 @@ from megarl.config.layout import Layout
 from megarl.config.schema import Config, EvalSetConfig
 from megarl.data.buffer import ExperienceBuffer, Taken
 from megarl.data.prompts import PromptStream, load_eval_set
-from megarl.data.sample import Prompt
+from megarl.data.sample import Group, Prompt
 from megarl.data.tokenizer import decoder, load_tokenizer
 from megarl.model.hf_config import HFConfig
 from megarl.objective.advantages import has_signal
@@ -74,7 +74,12 @@ class Trainer:
 
     def experience(self, taken: Taken) -> Experience:
         """Pack a step's samples and move them to the ranks that train them."""
-        return Experience.build(taken, self.progress.step, self.config, self.objective, self.groups, self.pad_token)
+        found = Experience.build(taken, self.progress.step, self.config, self.objective, self.groups, self.pad_token)
+        oversized = sum(len(minibatch.plan.oversized) for minibatch in found.minibatches)
+        if oversized:
+            self.report.say(f"warning: {oversized} sequences are longer than batch.max_tokens "
+                            f"({self.config.batch.max_tokens}); each has a micro-batch of its own")
+        return found
 
     def publish(self) -> None:
         """Give the engines the present weights; their version is the number of finished steps."""
@@ -84,18 +89,23 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Sample and score the held-out sets."""
+        def record(name: str, found: list[Group]) -> None:
+            if self.config.observe.rollouts:
+                write_rollouts(self.run_dir, self.progress.step, dist.get_rank(), found, prefix=f"eval_{name}_")
+
         if self.sampling is not None and self.sampling.sets:
             self.report.add(evaluate(self.sampling.sets, self.sampling.generator, self.groups, self.config.run.seed,
-                                     self.version))
+                                     self.version, record))
 
     def record(self, taken: Taken) -> None:
-        """Write the step's samples as JSONL if it is their turn."""
-        every = self.config.observe.rollouts
-        if every and self.progress.step % every == 0:
+        """Say what went wrong with the step's samples; write them as JSONL if it is their turn."""
+        if taken.problems:
+            print(taken.problems, flush=True)
+        if taken.groups and self.due(self.config.observe.rollouts):
             write_rollouts(self.run_dir, self.progress.step, dist.get_rank(), taken.groups)
 
     def due(self, every: int) -> bool:
-        """Whether something done every so many steps is due after the step just finished; 0 is never."""
+        """Whether something done every so many steps is due with so many steps finished; 0 is never."""
         return bool(every) and self.progress.step % every == 0
 
     def save(self) -> None:
@@ -131,7 +141,7 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
                                   {"model": hf.raw, "objective": objective.describe()})
         newest = checkpoints.newest() if config.checkpoint.resume else None
         progress = checkpoints.load(newest) if newest else Progress()
-        report = stack.enter_context(Reporter(config, run_dir, groups, progress.step))
+        report = stack.enter_context(Reporter(config, run_dir, groups, progress.step + 1 if newest else 0))
         report.say(banner({"layout": f"{layout.describe()} + {partition.rollouts} rollout", "objective":
                            objective.describe(), "model": f"{hf.family} {config.model.path}",
                            "implementation": policy.chunks[0].implementation, "resumed": str(newest or "no")}))

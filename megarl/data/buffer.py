@@ -25,11 +25,21 @@ from megarl.errors import MachineFault
 _COUNTS = ("response_tokens", "prompt_tokens", "cached_tokens", "samples", "truncated", "retries", "dropped")
 
 
+class Report(Protocol):
+    """What scoring says of a group (see `reward.pool.ScoreReport`)."""
+
+    failed: int
+
+    def describe(self) -> str:
+        """What failed, in a few lines; "" if nothing did."""
+
+
 class Collected(Protocol):
     """What the leaders' collection gives (see `rollout.generate.Collected`)."""
 
     groups: list[Group]
     filtered: list[Group]
+    reports: list[Report]
     next_position: int
     counts: dict[str, float]
 
@@ -44,6 +54,7 @@ class Taken:
         table: all samples of the step, on every trainer.
         next_position: where the data goes on.
         metrics: on leaders, of all leaders; {} on other ranks.
+        problems: of this leader's rewards, for the log; "" if there were none.
     """
 
     local: SampleBatch | None
@@ -51,6 +62,7 @@ class Taken:
     table: SampleTable
     next_position: int
     metrics: dict[str, float]
+    problems: str = ""
 
 
 class ExperienceBuffer:
@@ -74,7 +86,8 @@ class ExperienceBuffer:
         Raises:
             MachineFault: no sample of the step has a reward.
         """
-        local, found, metrics, after = None, [], {}, torch.zeros(1, dtype=torch.int64, device=device.current())
+        local, found, metrics, problems = None, [], {}, ""
+        after = torch.zeros(1, dtype=torch.int64, device=device.current())
         if self._collect is not None:
             collected = self._collect(step, position, version)
             found = collected.groups
@@ -82,16 +95,18 @@ class ExperienceBuffer:
             local = local.select(np.flatnonzero(~np.isnan(local.rewards)))
             after.fill_(collected.next_position)
             metrics = self._measure(collected)
+            problems = "\n".join(report.describe() for report in collected.reports if report.failed)
         table = gather_table(local, self._groups)
         if not len(table):
             raise MachineFault(f"no sample of step {step} can be trained on: all were dropped or filtered")
-        return Taken(local, found, table, int(from_leader(after, self._groups)), metrics)
+        return Taken(local, found, table, int(from_leader(after, self._groups)), metrics, problems)
 
     def _measure(self, collected: Collected) -> dict[str, float]:
         """Metrics of all samples of the step, filtered groups included; collective over the leaders."""
         samples = [s for group in (*collected.groups, *collected.filtered) for s in group.samples]
         rewards = [s.reward for s in samples if s.reward is not None]
         sums = {name: float(collected.counts.get(name, 0)) for name in _COUNTS}
+        sums["failed"] = float(sum(report.failed for report in collected.reports))
         sums |= {"scored": float(len(rewards)), "reward": math.fsum(rewards),
                  "squares": math.fsum(r * r for r in rewards), "filtered": float(len(collected.filtered))}
         for term in self._terms:
@@ -102,7 +117,7 @@ class ExperienceBuffer:
         mean = total["reward"] / scored
         metrics = {
             "reward/mean": mean, "reward/std": math.sqrt(max(total["squares"] / scored - mean * mean, 0)),
-            "reward/unscored": total["samples"] - total["scored"],
+            "reward/failed": total["failed"], "reward/unscored": total["samples"] - total["scored"],
             "rollout/response_tokens": total["response_tokens"] / count,
             "rollout/prompt_tokens": total["prompt_tokens"] / count,
             "rollout/truncated": total["truncated"] / count, "rollout/retries": total["retries"],

@@ -86,11 +86,16 @@ def new_model(layers: int, experts: int) -> PreTrainedModel:
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.05, max_position_embeddings=64,
         tie_word_embeddings=False, pad_token_id=task.PAD_ID, bos_token_id=task.BOS_ID, eos_token_id=task.EOS_ID,
         attn_implementation="sdpa")
-    if not experts:
-        return Qwen3ForCausalLM(Qwen3Config(**common))
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
-        **common, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
-        router_aux_loss_coef=AUX_COEFFICIENT, experts_implementation="eager"))
+    if experts:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+            **common, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+            router_aux_loss_coef=AUX_COEFFICIENT, experts_implementation="eager"))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common))
+    # transformers leaves the padding row 0. RMSNorm's gradient at 0 is 1/sqrt(eps) = 1000: one sampled <pad> in RL
+    # would then fill the gradient norm and, through clipping, waste the step
+    torch.nn.init.normal_(model.model.embed_tokens.weight.data[task.PAD_ID], std=0.05)
+    return model
 
 
 def train(model: PreTrainedModel, options: Options, progress: Callable[[int, float], None]) -> None:

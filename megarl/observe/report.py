@@ -21,7 +21,7 @@ class Reporter:
         config: what to write; the effective config is saved with the run.
         run_dir: where.
         groups: this trainer's.
-        first_step: number of the first step of this life.
+        first_step: what this life records first: 0 is before the first step, a resumed run goes on after its last.
 
     Attributes:
         phases: timers of the phases of a step.

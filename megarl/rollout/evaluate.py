@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from megarl.cluster.groups import Groups, sum_named
 from megarl.config.schema import EvalSetConfig
-from megarl.data.sample import Prompt
+from megarl.data.sample import Group, Prompt
 from megarl.observe.passk import pass_at_k
 from megarl.rollout.generate import Generator
 
 
 def evaluate(sets: list[tuple[str, EvalSetConfig, list[Prompt]]], generator: Generator, groups: Groups,
-             seed: int, version: str) -> dict[str, float]:
+             seed: int, version: str, record: Callable[[str, list[Group]], None]) -> dict[str, float]:
     """Metrics of every set: `eval/<set>/reward` (mean over prompts of the mean over samples, avg@k), `pass@k`,
     response length, truncated share, and prompts that no engine answered.
 
@@ -23,10 +24,12 @@ def evaluate(sets: list[tuple[str, EvalSetConfig, list[Prompt]]], generator: Gen
         generator, groups: this leader's.
         seed: of the sampling; the same seed samples the same answers from the same weights.
         version: of the weights that are published.
+        record: called with each set's name and this leader's groups.
     """
     metrics: dict[str, float] = {}
     for name, chosen, prompts in sets:
         collected = generator.generate_eval(prompts, chosen.sampling, seed, version=version)
+        record(name, collected.groups)
         sums = dict.fromkeys(("prompts", "reward", "samples", "tokens", "truncated", "unscored"), 0.0)
         sums |= {f"pass@{k}": 0.0 for k in chosen.pass_at} | {f"of pass@{k}": 0.0 for k in chosen.pass_at}
         for group in collected.groups:

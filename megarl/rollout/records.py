@@ -11,15 +11,16 @@ from typing import Any
 from megarl.data.sample import Group, Sample
 
 
-def write_rollouts(run_dir: Path | str, step: int, rank: int, groups: Iterable[Group]) -> Path:
-    """Write all samples of `groups` to `run_dir/rollouts/step_<step>.rank<rank>.jsonl`, whole or not at all.
+def write_rollouts(run_dir: Path | str, step: int, rank: int, groups: Iterable[Group],
+                   prefix: str = "") -> Path:
+    """Write all samples of `groups` to `run_dir/rollouts/<prefix>step_<step>.rank<rank>.jsonl`, whole or not at all.
 
     Returns:
         The file's path. An existing file (of an earlier life that got as far) is replaced.
     """
     folder = Path(run_dir) / "rollouts"
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step_{step:04d}.rank{rank}.jsonl"
+    target = folder / f"{prefix}step_{step:04d}.rank{rank}.jsonl"
     partial = target.with_suffix(".partial")
     with open(partial, "w", encoding="utf-8") as file:
         for group in groups:

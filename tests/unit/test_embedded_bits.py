@@ -18,11 +18,13 @@ MODELS: dict[str, dict[str, Any]] = {
                           head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64),
     "sorted experts": dict(model_type="qwen3_moe", hidden_size=72, num_attention_heads=6, num_key_value_heads=2,
                            head_dim=16, num_experts=20, num_experts_per_tok=3, moe_intermediate_size=100),
+    "small heads": dict(model_type="qwen3_moe", hidden_size=32, num_attention_heads=4, num_key_value_heads=4,
+                        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "dense": dict(model_type="qwen2", hidden_size=96, num_attention_heads=3, num_key_value_heads=3,
                   intermediate_size=1536, head_dim=32)}
 COMMON = dict(vocab_size=99, num_hidden_layers=2, intermediate_size=64, max_position_embeddings=2048,
               norm_topk_prob=True, eos_token_id=1, tie_word_embeddings=False)
-WATCHED = (1, 16, 33, 560)  # prompt lengths
+WATCHED = (1, 5, 16, 33, 560)  # prompt lengths
 
 
 def test_neighbours_do_not_change_a_bit():

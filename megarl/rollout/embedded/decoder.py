@@ -21,6 +21,7 @@ from megarl.rollout.embedded.cache import ALIGN, SlotCache, aligned
 from megarl.rollout.embedded.weights import LayerWeights, Weights
 
 KEYS_PER_SUM = 512  # MKL adds longer sums in pieces whose size depends on the length
+SMALL_PRODUCT = 400  # below so many multiplications in each product of a batch torch takes a loop of its own
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Decoder:
         self.weights, self.hf = weights, weights.hf
         self._rope = Rope(self.hf, weights.dtype)
         self._eps = torch.tensor(self.hf.norm_eps)
+        per_key = self.hf.heads // self.hf.kv_heads * self.hf.head_dim
+        self._fewest_keys = aligned(-(-SMALL_PRODUCT // per_key))  # so every piece of a sum takes the same kernel
 
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache for `slots` sequences (rounded up to whole rows)."""
@@ -119,11 +122,12 @@ class Decoder:
             tokens_r: int64 [R], each slot's newest token; R is a multiple of ALIGN.
             positions_r: int64 [R], its position, where its keys and values go.
             cache: of all slots.
-            length: keys that are read, a multiple of ALIGN above the largest position.
+            length: keys that are read at least, a multiple of ALIGN above the largest position.
         Returns:
             float32 logits [R, vocab].
         """
         hf, rows = self.hf, len(tokens_r)
+        length += max(0, self._fewest_keys - (length % KEYS_PER_SUM or KEYS_PER_SUM))
         cache.reserve(length)
         self._rope.reserve(cache.length)
         cos, sin = self._rope.cos_pd[positions_r].unsqueeze(1), self._rope.sin_pd[positions_r].unsqueeze(1)

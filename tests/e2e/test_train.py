@@ -1,0 +1,113 @@
+"""The real loop through the real launcher: two trainers, one rollout rank, a random tiny MoE."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from good_config import good_tree, write_files, write_tree
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def tree(folder: Path, run: str) -> dict[str, Any]:
+    """A run whose first step samples more than 10,000 tokens in groups of 8."""
+    tree = good_tree(folder)
+    tree["run"] = {"dir": str(folder / run), "steps": 4, "seed": 5}
+    tree["data"] |= {"prompts_per_step": 48}
+    tree["rollout"] |= {"samples_per_prompt": 8, "max_response_tokens": 48, "slots": 64}
+    tree["reward"] = {"terms": [{"name": "length", "options": {"soft": 8, "hard": 48}}], "workers": 1}
+    tree["objective"] = {"algorithm": "gspo", "kl": {"coefficient": 0.01, "estimator": "k2", "place": "reward"}}
+    tree["batch"] = {"minibatches": 2, "max_tokens": 1024}
+    tree["optim"] = {"lr": 3e-3, "warmup_steps": 2}
+    tree["sync"] = {"verify": True}
+    tree["checkpoint"] = {"every": 2}
+    tree["eval"] = {"every": 2, "sets": [
+        {"path": str(folder / "heldout.jsonl"), "name": "sampled", "sampling": {"samples": 4}, "pass_at": [1, 4]},
+        {"path": str(folder / "heldout.jsonl"), "name": "greedy", "sampling": {"temperature": 0.0}}]}
+    tree["observe"] = {"rollouts": 2}
+    return tree
+
+
+def launch(folder: Path, run: str, *overrides: str) -> str:
+    path = write_tree(folder, tree(folder, run))
+    done = subprocess.run(["bash", str(ROOT / "launch" / "torchrun.sh"), str(path), *overrides], text=True,
+                          capture_output=True, timeout=300,
+                          env={**os.environ, "MEGARL_VENV": sys.prefix, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics(folder: Path, run: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("train")
+    write_files(place)
+    launch(place, "whole")
+    return place
+
+
+def test_engine_and_trainer_agree(folder: Path):
+    steps = metrics(folder, "whole")
+    assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
+    assert steps[1]["tokens/response"] > 10_000
+    for step in steps[1:]:
+        assert 0 < step["engine/gap_max"] < 1e-5 and step["engine/gap_mean"] < 1e-6
+        assert step["policy/kl_old"] > 1e-6  # the weights move, so an engine left behind would show
+    assert steps[4]["policy/kl"] > 1e-3  # against the reference, which stays
+
+
+def test_resume_equals_the_uninterrupted_run(folder: Path):
+    from safetensors.torch import load_file
+
+    launch(folder, "parts", "run.steps=2")
+    assert "resumed" in launch(folder, "parts")
+    whole, parts = metrics(folder, "whole"), metrics(folder, "parts")
+    times = ("time", "memory/peak_gb", "speed/tokens_per_second")
+    for one, other in zip(whole, parts, strict=True):
+        same = {name for name in one if not name.startswith("seconds/") and name not in times}
+        assert {name: one[name] for name in same} == {name: other.get(name) for name in same}
+    ours, theirs = ({name: tensor for path in sorted((folder / run / "export").glob("*.safetensors"))
+                     for name, tensor in load_file(path).items()} for run in ("parts", "whole"))
+    assert ours.keys() == theirs.keys() and len(ours) > 30
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_export_answers_as_the_engine_did(folder: Path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "whole" / "export")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "whole" / "export")
+    answers = [json.loads(line) for path in (folder / "whole" / "rollouts").glob("eval_greedy_step_0004.*")
+               for line in path.read_text().splitlines()]
+    assert len(answers) == 10
+    for answer in answers:
+        prompt = tokenizer(answer["prompt"], return_tensors="pt", return_token_type_ids=False)["input_ids"]
+        assert prompt[0].tolist() == answer["prompt_ids"]
+        with torch.no_grad():
+            output = model.generate(prompt, do_sample=False, max_new_tokens=48, pad_token_id=0)
+        assert output[0, prompt.size(1):].tolist() == answer["response_ids"]
+
+
+def test_what_a_run_leaves(folder: Path):
+    run = folder / "whole"
+    assert (run / "reward.png").stat().st_size > 5_000 and list((run / "tensorboard").iterdir())
+    assert [path.name for path in (run / "checkpoints").iterdir()] and (run / "config.yaml").exists()
+    assert not (run / "exit.json").exists()
+    final = metrics(folder, "whole")[-1]
+    for name in ("eval/sampled/reward", "eval/sampled/pass@4", "eval/greedy/reward", "moe/load_max/1", "optim/lr",
+                 "seconds/rollout", "packing/balance", "reward/mean"):
+        assert math.isfinite(final[name]), name
+    samples = [json.loads(line) for path in (run / "rollouts").glob("step_0002.*")
+               for line in path.read_text().splitlines()]
+    assert len({(s["position"], s["n"]) for s in samples}) == len(samples) == 48 * 8
