@@ -3,6 +3,7 @@
 #   bash launch/setup.sh
 # MEGARL_VENV=DIR        where (default: the active environment, else .venv)
 # MEGARL_EXTRAS=a,b      what (default cpu,rewards,dev; on a cluster: gpu,rewards)
+# MEGARL_TORCH_INDEX=URL an index with CPU builds of torch, if the configured one has none
 # PYTHON=python3.12      which interpreter a new environment is made with (3.11 or newer)
 set -euo pipefail
 # shellcheck source=launch/python.sh
@@ -36,13 +37,13 @@ pip_install() {
 }
 
 # The CPU build of torch is a fifth of the plain one, which brings CUDA libraries. Taken from the configured index,
-# else from PyTorch's own; where neither has it, the plain one is installed with the rest.
+# else from MEGARL_TORCH_INDEX; where neither has it, the plain one is installed with the rest.
 install_cpu_torch() {
     local build
     build="torch==$("$venv/bin/python" -c 'from megarl.versions import CPU; print(CPU["torch"])')+cpu"
     say "$build"
     pip_install "$build" ||
-        pip_install --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu "$build" ||
+        { [ -n "${MEGARL_TORCH_INDEX:-}" ] && pip_install --extra-index-url "$MEGARL_TORCH_INDEX" "$build"; } ||
         say "no CPU build of torch to be had here; taking the plain one"
 }
 
