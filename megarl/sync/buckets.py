@@ -41,24 +41,29 @@ class Bucket:
 def fill(tensors: Iterable[tuple[str, torch.Tensor | None]], max_bytes: int, device: torch.device) -> Iterator[Bucket]:
     """Buckets of at most `max_bytes` (a larger tensor gets one of its own), in the order of `tensors`.
 
-    Each tensor is copied before the next is asked for. Entries whose tensor is None are passed over: there this rank
-    only takes part in gathering.
+    Two storages take turns: a bucket may be on its way while the next one is filled, but is overwritten by the one
+    after that. Each tensor is copied before the next is asked for. Entries whose tensor is None are passed over: there
+    this rank only takes part in gathering.
 
     Args:
         tensors: (name, tensor) pairs.
         max_bytes: capacity of a bucket.
         device: where buckets lie.
     """
+    storages: list[torch.Tensor] = []
     bucket: Bucket | None = None
     for name, tensor in tensors:
         if tensor is None:
             continue
         if bucket is not None and not bucket.has_room(tensor):
             yield bucket
+            storages.append(bucket.storage)
             bucket = None
         if bucket is None:
-            capacity = max(max_bytes, tensor.nbytes)
-            bucket = Bucket(torch.empty(capacity, dtype=torch.uint8, device=device), tensor.dtype)
+            storage = storages.pop(0) if len(storages) > 1 else torch.empty(0, dtype=torch.uint8, device=device)
+            if storage.numel() < tensor.nbytes:
+                storage = torch.empty(max(max_bytes, tensor.nbytes), dtype=torch.uint8, device=device)
+            bucket = Bucket(storage[:max(max_bytes, tensor.nbytes)], tensor.dtype)
         bucket.add(name, tensor)
     if bucket is not None:
         yield bucket

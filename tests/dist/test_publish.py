@@ -24,7 +24,6 @@ from worlds import ROOT, run_world
 
 from megarl.config.layout import Layout
 from megarl.rollout.process import engine_environment
-from megarl.sync.buckets import fill
 from megarl.sync.checksum import tensor_checksum
 
 TIMEOUT_S = 40.0
@@ -300,14 +299,3 @@ def test_failures_name_the_engine_on_every_rank_and_nobody_hangs(published):
     zero = published["ranks"][0]
     assert zero["nobody registry"] == ([], []) and zero["refused registry"] == ([], ["0.0"])
     assert zero["wrong registry"] == ([], ["0.0"]) and zero["killed registry"] == ([], ["0.0", "0.1"])
-
-
-def test_buckets_keep_order_cap_and_dtype():
-    tensors = [("a", torch.arange(3.0)), ("b", None), ("c", torch.ones(2, 2)),
-               ("d", torch.ones(1, dtype=torch.bfloat16)), ("e", torch.zeros(9)), ("f", torch.full((), 5.0))]
-    buckets = list(fill(iter(tensors), 16, torch.device("cpu")))
-    assert [bucket.names for bucket in buckets] == [["a"], ["c"], ["d"], ["e"], ["f"]]
-    assert [bucket.bytes for bucket in buckets] == [12, 16, 2, 36, 4] and buckets[1].shapes == [(2, 2)]
-    two = list(fill(iter(tensors[:3]), 28, torch.device("cpu")))
-    assert len(two) == 1 and two[0].shapes == [(3,), (2, 2)]
-    assert two[0].storage.view(torch.float32).tolist() == [0.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
