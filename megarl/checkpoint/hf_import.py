@@ -17,7 +17,8 @@ from megarl.model.hf_config import HFConfig
 def load_hf(chunks: list[torch.nn.Module], path: str | Path, hf: HFConfig, layout: Layout) -> None:
     """Fill the chunks' parameters from the checkpoint at `path`, converted to their dtype.
 
-    Rows of a padded vocabulary are set to 0. No communication. Load before an optimizer makes its fp32 masters.
+    What pads a vocabulary or attention heads is set to 0. No communication. Load before an optimizer makes its fp32
+    masters.
 
     Raises:
         UserMistake: a file or tensor is missing, damaged, of another shape, or unknown to the family.
@@ -40,9 +41,9 @@ def _load_chunk(chunk: PolicyChunk, checkpoint: SafetensorsDir, hf: HFConfig, he
                                  *shares.cut(entry, number, *here.cut(entry), chunk.vocab_size))
                  for number, name in enumerate(parameter.hf_names(expert))]
         share = shares.fuse(entry, parts, hf)
-        if entry.kind == "vocab":
-            target[len(share):].zero_()
-            target = target[: len(share)]
+        if entry.kind == "vocab" or entry.groups:
+            target.zero_()
+            target = target[tuple(map(slice, share.shape))]
         if share.shape != target.shape:
             raise RuntimeError(f"{parameter.megatron_name} is {tuple(target.shape)}, not {tuple(share.shape)}")
         target.copy_(share)

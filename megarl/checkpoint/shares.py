@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.model.families.tables import CUT_DIM, Entry, Table
+from megarl.model.families.tables import CUT_DIM, Entry, Table, padded_groups
 from megarl.model.hf_config import HFConfig
 
 
@@ -86,21 +86,26 @@ def is_copy(parameter: Parameter, hf: HFConfig) -> bool:
 def cut(entry: Entry, number: int, rank: int, size: int, padded_vocab: int) -> tuple[int | None, int, int]:
     """This rank's slice of the entry's Hugging Face tensor `number`: (dimension or None for whole, start, stop).
 
-    Stop never passes the tensor's end; a vocab slice may so be shorter than the parameter (or empty).
+    Stop never passes the tensor's end; a slice of a padded vocabulary or of padded heads may so be shorter than the
+    parameter (or empty).
     """
     dim = CUT_DIM[entry.kind]
     if dim is None:
         return None, 0, 0
     length = entry.hf[number].shape[dim]
-    share = (padded_vocab if entry.kind == "vocab" else length) // size
+    whole = padded_vocab if entry.kind == "vocab" else length
+    if entry.groups:
+        whole = length // entry.groups * padded_groups(entry.groups, size)
+    share = whole // size
     return dim, min(rank * share, length), min((rank + 1) * share, length)
 
 
 def fuse(entry: Entry, parts: list[torch.Tensor], hf: HFConfig) -> torch.Tensor:
-    """One rank's slices of the Hugging Face tensors -> its Megatron parameter (vocab: without the padding rows)."""
+    """One rank's slices of the Hugging Face tensors -> its Megatron parameter, without padding."""
     if entry.kind == "qkv":
-        groups = parts[1].size(0) // hf.head_dim
-        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        d, groups = hf.head_dim, parts[1].size(0) // hf.head_dim
+        rows = (hf.heads // hf.kv_heads * d, d, d)
+        return torch.cat([part.unflatten(0, (groups, n)) for part, n in zip(parts, rows, strict=True)], 1).flatten(0, 1)
     return torch.cat(parts) if entry.kind == "gate_up" else parts[0]
 
 
@@ -114,9 +119,9 @@ def split(entry: Entry, share: torch.Tensor, hf: HFConfig) -> list[torch.Tensor]
 
 
 def join(entry: Entry, shares: list[torch.Tensor], hf: HFConfig) -> list[torch.Tensor]:
-    """All ranks' parameters, in the order of their ranks -> the whole Hugging Face tensors."""
+    """All ranks' parameters, in the order of their ranks -> the whole Hugging Face tensors, padding cut off."""
     dim = CUT_DIM[entry.kind]
     if dim is None:
         return [shares[0]]
-    whole = [torch.cat(parts, dim) for parts in zip(*(split(entry, share, hf) for share in shares), strict=True)]
-    return [whole[0][: hf.vocab]] if entry.kind == "vocab" else whole
+    whole = (torch.cat(parts, dim) for parts in zip(*(split(entry, share, hf) for share in shares), strict=True))
+    return [padded.narrow(dim, 0, tensor.shape[dim]) for padded, tensor in zip(whole, entry.hf, strict=True)]

@@ -207,14 +207,17 @@ def _paths(config: Config) -> Iterator[UserMistake]:
 
 def _layout(config: Config, layout: Layout, notes: list[str]) -> Iterator[UserMistake]:
     """The model against the layout, lengths against the model and the packing, the batch against the ranks."""
+    from megarl.model.families.tables import padded_groups
     from megarl.model.hf_config import HFConfig  # json only, but above this package
 
     found: list[UserMistake] = []
     known = Path(config.model.path).is_dir()  # else _paths has told
     if known and (hf := _collect(found, lambda: HFConfig.read(config.model.path))):
         _collect(found, lambda: check_model(
-            layout, heads=hf.heads, kv_heads=hf.kv_heads, layers=hf.layers, experts=hf.experts,
-            ffn=hf.moe_ffn or hf.ffn))
+            layout, kv_heads=hf.kv_heads, layers=hf.layers, experts=hf.experts, ffn=hf.moe_ffn or hf.ffn))
+        if hf.kv_heads % layout.tensor:
+            notes.append(f"parallel.tensor {layout.tensor} does not divide the model's {hf.kv_heads} key/value heads: "
+                         f"they are padded to {padded_groups(hf.kv_heads, layout.tensor)}")
         found.extend(_lengths(config, hf.max_positions))
     yield from found
     samples = config.data.prompts_per_step // config.batch.minibatches * config.rollout.samples_per_prompt

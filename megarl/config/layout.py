@@ -87,12 +87,12 @@ class Layout:
                 f"DP{self.data} ({self.world} ranks)")
 
 
-def check_model(layout: Layout, *, heads: int, kv_heads: int, layers: int, experts: int = 0, ffn: int = 0) -> None:
+def check_model(layout: Layout, *, kv_heads: int, layers: int, experts: int = 0, ffn: int = 0) -> None:
     """Refuse a layout that the model cannot be cut into.
 
     Args:
         layout: the trainers' degrees.
-        heads, kv_heads, layers, experts, ffn: sizes of the model (experts 0 for a dense one; ffn of a dense layer or
+        kv_heads, layers, experts, ffn: sizes of the model (experts 0 for a dense one; ffn of a dense layer or
             of one expert).
     Raises:
         UserMistake: names the key and what would be right.
@@ -103,8 +103,8 @@ def check_model(layout: Layout, *, heads: int, kv_heads: int, layers: int, exper
             raise UserMistake(f"{degree} does not divide the model's {size} {what}", f"parallel.{key}",
                               f"use one of {fits}")
 
-    must_divide(layout.tensor, heads, "tensor", "attention heads")
-    must_divide(layout.tensor, kv_heads, "tensor", "key/value heads")
+    if layout.tensor > kv_heads:  # else heads are padded with less than as many again
+        must_divide(layout.tensor, kv_heads, "tensor", "key/value heads")
     must_divide(layout.pipeline, layers, "pipeline", "layers")
     if experts:
         must_divide(layout.expert, experts, "expert", "experts")

@@ -17,6 +17,7 @@ from megarl.config.schema import Config
 from megarl.errors import UserMistake
 from megarl.model import megatron_fixes
 from megarl.model.chunk import PolicyChunk
+from megarl.model.families.tables import padded_groups
 from megarl.model.hf_config import HFConfig
 from megarl.model.specs import block_spec
 
@@ -58,17 +59,19 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
         UserMistake: the model cannot be cut so, or a `megatron:` option is unknown, decided elsewhere, or refused by
             Megatron-core.
     """
-    check_model(layout, heads=hf.heads, kv_heads=hf.kv_heads, layers=hf.layers, experts=hf.experts,
+    check_model(layout, kv_heads=hf.kv_heads, layers=hf.layers, experts=hf.experts,
                 ffn=hf.moe_ffn if hf.experts else hf.ffn)
     for mistake in options.check_megatron(config.megatron):
         raise mistake
     dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
     with_te = implementation(config) == "transformer_engine"
+    groups = padded_groups(hf.kv_heads, layout.tensor)
     values: dict[str, Any] = dict(
-        num_layers=hf.layers, hidden_size=hf.hidden, num_attention_heads=hf.heads, num_query_groups=hf.kv_heads,
-        kv_channels=hf.head_dim, ffn_hidden_size=hf.ffn, normalization="RMSNorm", layernorm_epsilon=hf.norm_eps,
-        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        add_qkv_bias=hf.qkv_bias, qk_layernorm=hf.qk_norm, hidden_dropout=0.0, attention_dropout=0.0,
+        num_layers=hf.layers, hidden_size=hf.hidden, num_attention_heads=hf.heads // hf.kv_heads * groups,
+        num_query_groups=groups, kv_channels=hf.head_dim, ffn_hidden_size=hf.ffn, normalization="RMSNorm",
+        layernorm_epsilon=hf.norm_eps, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, add_qkv_bias=hf.qkv_bias, qk_layernorm=hf.qk_norm, hidden_dropout=0.0,
+        attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context, sequence_parallel=layout.sequence, params_dtype=dtype,
         pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, calculate_per_token_loss=True,

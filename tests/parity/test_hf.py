@@ -24,6 +24,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama TP2 PP2": ("llama", dict(tensor=2, pipeline=2), {}),
     "llama tied, llama3 rope, TP2+SP PP2": ("llama_tied", dict(tensor=2, sequence=True, pipeline=2), {}),
     "qwen2 TP2+SP PP2": ("qwen2", dict(tensor=2, sequence=True, pipeline=2), {}),
+    "qwen2, heads that 2 does not divide, TP2+SP PP2": (
+        "qwen2_odd", dict(tensor=2, sequence=True, pipeline=2), {}),
+    "qwen3 tied, heads that 2 does not divide, TP2 CP2": ("qwen3_odd", dict(tensor=2, context=2), {}),
     "qwen3 tied CP2 PP2": ("qwen3", dict(context=2, pipeline=2), dict(recompute="full")),
     "qwen3_moe TP2+SP PP2 EP2": ("qwen3_moe", dict(tensor=2, sequence=True, pipeline=2, expert=2), MOE),
     "qwen3_moe CP2 TP2+SP EP4, recompute": (
@@ -34,7 +37,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe CP2 DP2, Megatron's balancing": (
         "qwen3_moe_megatron", dict(context=2), dict(balance=dict(form="megatron", coefficient=BALANCE, z_loss=Z))),
 }
-VARIANTS = {"qwen3_moe_raw": ("qwen3_moe", dict(norm_topk_prob=False)), "qwen3_moe_megatron": ("qwen3_moe", {})}
+ODD = dict(num_attention_heads=6, num_key_value_heads=3)
+VARIANTS = {"qwen2_odd": ("qwen2", dict(ODD, head_dim=8)), "qwen3_odd": ("qwen3", ODD),
+            "qwen3_moe_raw": ("qwen3_moe", dict(norm_topk_prob=False)), "qwen3_moe_megatron": ("qwen3_moe", {})}
 
 
 def token_weights() -> list[list[torch.Tensor]]:
@@ -144,7 +149,7 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
                         if layout.pipeline > 1 else None)
     mine = range(groups.dp, len(PACKS), layout.data)
     batches = [packed(number, layout, groups.cp) for number in mine]
-    errors = {"logits": 0.0, "grads": 0.0, "counts": 0.0, "balance": 0.0, "z": 0.0, "files": 0.0}
+    errors = {"logits": 0.0, "grads": 0.0, "counts": 0.0, "balance": 0.0, "z": 0.0, "padding": 0.0}
 
     def logits_error(hidden: torch.Tensor, chunk: Any, batch: Any) -> None:
         logits = gathered(gathered(hidden[:, 0], 0, tp_group) if layout.sequence else hidden[:, 0], None, tp_group,
@@ -180,14 +185,30 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
             total = getattr(state, key).clone()
             torch.distributed.all_reduce(total)
             errors[key] = abs(float(total) - expected[key]) / expected[key]
+    padding = padding_of_heads(chunk, hf)
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.copy_(parameter.main_grad)
+    errors["padding"] = max(padding + padding_of_heads(chunk, hf))  # weights, then gradients
     largest = max(float(grad.abs().max()) for grad in expected["grads"].values())
     for key, grad in iter_hf_tensors(ddp, hf, layout):
         if grad is not None:
             errors["grads"] = max(errors["grads"], float((grad - expected["grads"][key]).abs().max()) / largest)
     return errors
+
+
+def padding_of_heads(chunk: Any, hf: Any) -> list[float]:
+    """The largest value in the empty half of the second rank's two groups of heads, by parameter; [0] without."""
+    from megatron.core import parallel_state
+
+    if hf.kv_heads != 3 or parallel_state.get_tensor_model_parallel_rank() != 1:
+        return [0.0]
+    padding = []
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        padding += [w[len(w) // 2:] for w in (attention.linear_qkv.weight, attention.linear_qkv.bias) if w is not None]
+        padding.append(attention.linear_proj.weight.T[attention.linear_proj.weight.size(1) // 2:])
+    return [float(part.abs().max()) for part in padding]
 
 
 def packed(number: int, layout: Any, cp_rank: int) -> Any:
@@ -233,7 +254,7 @@ def test_equals_transformers(world: Any, case: str) -> None:
     for errors in (result[case] for result in world[1]):
         assert errors["logits"] < 1e-5, errors
         assert errors["grads"] < 1e-6, errors
-        assert errors["counts"] == 0, errors
+        assert errors["counts"] == 0 and errors["padding"] == 0, errors
         assert errors["balance"] < 1e-6 and errors["z"] < 1e-6, errors
 
 

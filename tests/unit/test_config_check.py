@@ -164,6 +164,16 @@ def test_a_long_sequence_is_a_note_where_it_is_allowed(folder: Path) -> None:
                             "such a sequence gets a micro-batch of its own"]
 
 
+def test_padded_heads_are_a_note(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    spoil_config_json(tmp_path, num_attention_heads=6, num_key_value_heads=3)
+    tree = good_tree(tmp_path) | {"parallel": {"tensor": 2}}
+    notes = check(build(tree), environ={}).notes
+    assert notes == ["parallel.tensor 2 does not divide the model's 3 key/value heads: they are padded to 4"]
+    assert "parallel.tensor: 4 does not divide the model's 3 key/value heads; use one of [1, 3]" in told(
+        tmp_path, {"parallel.tensor": 4, "parallel.expert": 1, "cluster.trainers": 4})
+
+
 def spoil_config_json(folder: Path, **changes: Any) -> None:
     (folder / "model" / "config.json").write_text(json.dumps({**MODEL, **changes}))
 

@@ -58,6 +58,25 @@ def test_qkv_by_hand() -> None:
         assert torch.equal(got, wanted)
 
 
+def test_heads_that_do_not_divide_are_padded() -> None:
+    """6 heads in 3 groups on 2 ranks: the second rank has group 2 and an empty group; on 5 ranks nobody is without."""
+    hf = config_of("llama", hidden_size=2, num_attention_heads=6, num_key_value_heads=3, head_dim=1)
+    qkv = Entry("x", tuple(HFTensor(n, (s, 1)) for n, s in (("q", 6), ("k", 3), ("v", 3))), "qkv", groups=3)
+    assert [shares.cut(qkv, i, r, 2, 0)[1:] for r in range(2) for i in range(3)] == [
+        (0, 4), (0, 2), (0, 2), (4, 6), (2, 3), (2, 3)]
+    whole = [torch.arange(6.)[:, None], 10 + torch.arange(3.)[:, None], 20 + torch.arange(3.)[:, None]]
+    second = shares.fuse(qkv, [whole[0][4:], whole[1][2:], whole[2][2:]], hf)
+    assert second.flatten().tolist() == [4, 5, 12, 22]
+    first = torch.tensor([0., 1, 10, 20, 2, 3, 11, 21])[:, None]
+    joined = shares.join(qkv, [first, torch.cat((second, torch.zeros(4, 1)))], hf)
+    assert all(map(torch.equal, joined, whole))
+    output = Entry("x", (HFTensor("o", (1, 6)),), "row", groups=3)
+    assert [shares.cut(output, 0, r, 2, 0) for r in range(2)] == [(1, 0, 4), (1, 4, 6)]
+    five = Entry("x", tuple(HFTensor(n, (s, 1)) for n, s in (("q", 10), ("k", 5), ("v", 5))), "qkv", groups=5)
+    assert shares.cut(five, 1, 3, 4, 0) == (0, 5, 5)  # ranks have 2, 2, 1 and 0 of 5 groups
+    assert shares.fuse(five, [torch.empty(0, 1)] * 3, hf).shape == (0, 1)
+
+
 def test_gate_up_row_and_vocab_by_hand() -> None:
     hf = config_of("llama", vocab_size=5)
     gate_up = Entry("x", (HFTensor("g", (4, 1)), HFTensor("u", (4, 1))), "gate_up")

@@ -12,6 +12,9 @@ Kinds (tp = tensor-parallel degree; for experts, their own degree):
                 cut by groups.
     gate_up     each of gate and up cut into tp blocks of rows; a rank has its gate block above its up block.
 In every kind a rank's share of each Hugging Face tensor is one contiguous slice of one dimension.
+
+Key/value heads that tp does not divide are padded with empty groups at the end (`padded_groups`): their q, k, v rows
+and output columns are 0, so they add nothing and get a gradient of exactly 0. Checkpoints and engines never see them.
 """
 
 from __future__ import annotations
@@ -44,12 +47,16 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter and the Hugging Face tensors that it is made of, in order of fusion."""
+    """One Megatron parameter and the Hugging Face tensors that it is made of, in order of fusion.
+
+    `groups`: key/value heads along the dimension that is cut; 0 if it is not made of heads.
+    """
 
     megatron: str
     hf: tuple[HFTensor, ...]
     kind: Kind
     expert: bool = False
+    groups: int = 0
 
     def at(self, layer: int = 0, expert: int = 0) -> str:
         """Megatron's name with local numbers filled in."""
@@ -64,6 +71,11 @@ class Table:
     layer: tuple[Entry, ...]
     norm: tuple[Entry, ...]
     head: tuple[Entry, ...]
+
+
+def padded_groups(kv_heads: int, tp_size: int) -> int:
+    """Groups of attention heads (one per key/value head) in the Megatron model: a multiple of `tp_size`."""
+    return -(-kv_heads // tp_size) * tp_size
 
 
 def table(hf: HFConfig, implementation: Implementation = "local") -> Table:
@@ -114,14 +126,16 @@ def attention(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]
         "input_layernorm.weight")
     entries = [
         _vector(norm, "input_layernorm.weight", hf.hidden),
-        Entry(f"{to}.linear_qkv.weight", tuple(HFTensor(f"{at}.{n}.weight", (s, hf.hidden)) for n, s in sizes), "qkv")]
+        Entry(f"{to}.linear_qkv.weight", tuple(HFTensor(f"{at}.{n}.weight", (s, hf.hidden)) for n, s in sizes), "qkv",
+              groups=hf.kv_heads)]
     if hf.qkv_bias:
-        entries.append(
-            Entry(f"{to}.linear_qkv.bias", tuple(HFTensor(f"{at}.{n}.bias", (s,)) for n, s in sizes), "qkv"))
+        entries.append(Entry(f"{to}.linear_qkv.bias", tuple(HFTensor(f"{at}.{n}.bias", (s,)) for n, s in sizes), "qkv",
+                             groups=hf.kv_heads))
     if hf.qk_norm:
         entries += [_vector("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", hf.head_dim),
                     _vector("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", hf.head_dim)]
-    entries.append(Entry(f"{to}.linear_proj.weight", (HFTensor(f"{at}.o_proj.weight", (hf.hidden, q)),), "row"))
+    entries.append(Entry(f"{to}.linear_proj.weight", (HFTensor(f"{at}.o_proj.weight", (hf.hidden, q)),), "row",
+                         groups=hf.kv_heads))
     return tuple(entries)
 
 
