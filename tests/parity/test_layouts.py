@@ -133,56 +133,61 @@ def train(rank: int, folder: str, cases: list[Case]) -> dict[str, Any]:
     return results if rank == 0 else {}
 
 
-def _experience(path: str, settings: Config, groups: Any) -> tuple[Any, Any]:
-    from megarl.data.buffer import Taken
-    from megarl.data.exchange import gather_table
+def make_policy(path: str, settings: Config, groups: Any) -> Any:
     from megarl.model.hf_config import HFConfig
     from megarl.objective.recipes import resolve
-    from megarl.update.experience import Experience
     from megarl.update.policy import Policy
 
-    objective = resolve(settings.objective, settings.rollout.max_response_tokens)
-    policy = Policy(settings, HFConfig.read(path), groups, objective)
-    samples = read_samples(path)
+    return Policy(settings, HFConfig.read(path), groups,
+                  resolve(settings.objective, settings.rollout.max_response_tokens))
+
+
+def make_experience(path: str, policy: Any, step: int = 0) -> Any:
+    """The samples as the experience of a step, with log-probs and advantages; `step` seeds the minibatches."""
+    from megarl.data.buffer import Taken
+    from megarl.data.exchange import gather_table
+    from megarl.update.experience import Experience
+
+    samples, groups = read_samples(path), policy.groups
     local = samples.select(np.flatnonzero(samples.position % groups.layout.data == groups.dp))
     local = local if groups.is_leader else None
     taken = Taken(local, [], gather_table(local, groups), GROUPS, {})
-    experience = Experience.build(taken, 0, settings, objective, groups, pad_token=0)
+    experience = Experience.build(taken, step, policy.config, policy.objective, groups, pad_token=0)
     for minibatch in experience.minibatches:
         policy.reference_logprobs(minibatch)
         policy.old_logprobs(minibatch)
     experience.set_advantages()
-    return policy, experience
+    return experience
 
 
 def _steps(path: str, algorithm: str, case: Case, groups: Any) -> dict[str, Any]:
     from megarl.checkpoint.hf_export import iter_hf_tensors
 
-    policy, experience = _experience(path, config(path, algorithm, case.max_tokens, distributed=True), groups)
+    policy = make_policy(path, config(path, algorithm, case.max_tokens, distributed=True), groups)
+    experience = make_experience(path, policy)
     for chunk in policy.chunks:
         if chunk.routers is not None:
             chunk.routers.keep_choices = True
     stats = [policy.update(minibatch) for minibatch in experience.passes()]
-    weights = _everywhere(iter_hf_tensors(policy.chunks, policy.hf, groups.layout))
+    weights = everywhere(iter_hf_tensors(policy.chunks, policy.hf, groups.layout))
     margin = min((c.routers.margin for c in policy.chunks if c.routers is not None), default=1.0)
-    slots = [len(minibatch.batches) for minibatch in experience.minibatches]
-    return {"stats": stats, "weights": weights, "margin": margin, "slots": slots}
+    return {"stats": stats, "weights": weights, "margin": margin}
 
 
 def _gradients(path: str, algorithm: str, case: Case, groups: Any) -> dict[str, torch.Tensor]:
     """Gradients of the first step by HF name; without the distributed optimizer, which keeps only shards of them."""
     from megarl.checkpoint.hf_export import iter_hf_tensors
 
-    policy, experience = _experience(path, config(path, algorithm, case.max_tokens, distributed=False), groups)
-    policy.gradients(experience.minibatches[0])
+    policy = make_policy(path, config(path, algorithm, case.max_tokens, distributed=False), groups)
+    policy.gradients(make_experience(path, policy).minibatches[0])
     with torch.no_grad():
         for chunk in policy.chunks:
             for parameter in chunk.parameters():
                 parameter.copy_(parameter.main_grad)
-    return _everywhere(iter_hf_tensors(policy.chunks, policy.hf, groups.layout))
+    return everywhere(iter_hf_tensors(policy.chunks, policy.hf, groups.layout))
 
 
-def _everywhere(tensors: Any) -> dict[str, torch.Tensor]:
+def everywhere(tensors: Any) -> dict[str, torch.Tensor]:
     """All stages' tensors, on all ranks (rank 0 of each stage has its own)."""
     import torch.distributed as dist
 
