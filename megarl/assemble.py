@@ -30,6 +30,7 @@ from megarl.reward.registry import Term, term_keys
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
 from megarl.rollout.generate import Collected, Generator
+from megarl.rollout.protocol import format_version
 from megarl.rollout.records import write_rollouts
 from megarl.sync.publish import WeightPublisher
 from megarl.update.experience import Experience
@@ -83,7 +84,7 @@ class Trainer:
 
     def publish(self) -> None:
         """Give the engines the present weights; their version is the number of finished steps."""
-        self.version = f"{self.control.generation}:{self.progress.step}"
+        self.version = format_version(self.control.generation, self.progress.step)
         sent = self.publisher.publish(self.version)
         self.report.add({"sync/megabytes": sent.bytes / 1e6, "sync/engines": len(sent.engines)})
 

@@ -36,7 +36,6 @@ class PackedBatch:
             if there is any, is one more entry after the sequences.
         max_seqlen: tokens of the longest entry.
         samples: int64 [sequences], the number of each sequence's sample in the experience.
-        prompt_lengths, response_lengths: int64 [sequences], tokens.
         per_token: float32 [T_local] each, 0 where mask_t is False.
         cp_size, cp_rank: context parallelism.
     """
@@ -50,8 +49,6 @@ class PackedBatch:
     cu_seqlens: torch.Tensor
     max_seqlen: int
     samples: torch.Tensor
-    prompt_lengths: torch.Tensor
-    response_lengths: torch.Tensor
     per_token: dict[str, torch.Tensor] = field(default_factory=dict)
     cp_size: int = 1
     cp_rank: int = 0
@@ -67,13 +64,6 @@ class PackedBatch:
                  if isinstance(getattr(self, one.name), torch.Tensor)}
         per_token = {name: value.to(device, non_blocking=True) for name, value in self.per_token.items()}
         return replace(self, per_token=per_token, **moved)
-
-    def with_values(self, **values: torch.Tensor) -> PackedBatch:
-        """The same batch with further `per_token` entries, float32 [T_local] each."""
-        for name, value in values.items():
-            if value.shape != self.tokens_t.shape:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}, the batch {tuple(self.tokens_t.shape)}")
-        return replace(self, per_token={**self.per_token, **values})
 
 
 def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layout: Layout, *, cp_rank: int = 0,
@@ -131,7 +121,6 @@ def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layou
         mask_t=share(mask), padding_t=share(padding), sequence_t=share(entry),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)), max_seqlen=int(np.diff(bounds).max()),
         samples=torch.from_numpy(rows if numbers is None else np.asarray(numbers, np.int64)[rows]),
-        prompt_lengths=torch.from_numpy(prompt), response_lengths=torch.from_numpy(response),
         per_token={name: placed(value) for name, value in responses.items()},
         cp_size=layout.context, cp_rank=cp_rank)
 
@@ -164,29 +153,3 @@ def zigzag(bounds: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
     chunk = lengths // (2 * cp_size)
     starts = np.stack((bounds[:-1] + cp_rank * chunk, bounds[:-1] + (2 * cp_size - 1 - cp_rank) * chunk), axis=1)
     return ranges(starts.reshape(-1), np.repeat(chunk, 2))
-
-
-def unslice(shards: Sequence[torch.Tensor], cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """The whole pack's [T, ...] from its context-parallel shares [T / cp, ...], given in order of their ranks."""
-    bounds = cu_seqlens.cpu().numpy()
-    places = np.concatenate([zigzag(bounds, len(shards), rank) for rank in range(len(shards))])
-    whole = torch.empty_like(torch.cat(list(shards)))
-    whole[torch.from_numpy(places).to(whole.device)] = torch.cat(list(shards))
-    return whole
-
-
-def gather_response(shards: Sequence[torch.Tensor], batch: PackedBatch) -> torch.Tensor:
-    """Values of response tokens, from values per predicting position: the inverse of `per_token`.
-
-    Args:
-        shards: [T_local] each, of all context-parallel ranks in order.
-        batch: the pack on any of them.
-    Returns:
-        [sum of batch.response_lengths], in order of batch.samples; on the shards' device.
-    """
-    if len(shards) != batch.cp_size:
-        raise ValueError(f"{len(shards)} shards of {batch.cp_size} context-parallel ranks")
-    whole = unslice(shards, batch.cu_seqlens)
-    prompt, response = batch.prompt_lengths.cpu().numpy(), batch.response_lengths.cpu().numpy()
-    starts = batch.cu_seqlens.cpu().numpy()[:batch.sequences]
-    return whole[torch.from_numpy(ranges(starts + prompt - 1, response)).to(whole.device)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -93,12 +93,6 @@ class SampleBatch:
         response = ranges(offsets(self.response_lengths)[rows], self.response_lengths[rows])
         return SampleBatch(self.position[rows], self.n[rows], self.prompt_lengths[rows], self.response_lengths[rows],
                            self.tokens[tokens], self.logprobs[response], self.rewards[rows], self.truncated[rows])
-
-    @classmethod
-    def concat(cls, parts: Sequence[SampleBatch]) -> SampleBatch:
-        """All samples of all parts, in order; an empty batch for no parts."""
-        parts = [cls.from_groups([]), *parts]
-        return cls(*(np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)))
 
     def to_wire(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Plain tensors for a collective: meta int64 [N, META_COLUMNS], tokens int64 [flat], log-probs float32 [flat].

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from megarl.cluster.groups import Groups, sum_named
 from megarl.config.schema import EvalSetConfig
 from megarl.data.sample import Group, Prompt
-from megarl.observe.passk import pass_at_k
 from megarl.rollout.generate import Generator
 
 
 def evaluate(sets: list[tuple[str, EvalSetConfig, list[Prompt]]], generator: Generator, groups: Groups,
              seed: int, version: str, record: Callable[[str, list[Group]], None]) -> dict[str, float]:
-    """Metrics of every set: `eval/<set>/reward` (mean over prompts of the mean over samples, avg@k), `pass@k`,
-    response length, truncated share, and prompts that no engine answered.
+    """Metrics of every set, `eval/<set>/...` as `averages` names them.
 
     Collective over the leaders; the result is the same on all of them.
 
@@ -30,31 +28,68 @@ def evaluate(sets: list[tuple[str, EvalSetConfig, list[Prompt]]], generator: Gen
     for name, chosen, prompts in sets:
         collected = generator.generate_eval(prompts, chosen.sampling, seed, version=version)
         record(name, collected.groups)
-        sums = dict.fromkeys(("prompts", "reward", "samples", "tokens", "truncated", "unscored"), 0.0)
-        sums |= {f"pass@{k}": 0.0 for k in chosen.pass_at} | {f"of pass@{k}": 0.0 for k in chosen.pass_at}
-        for group in collected.groups:
-            rewards = [s.reward for s in group.samples if s.reward is not None]
-            sums["samples"] += len(group.samples)
-            sums["unscored"] += len(group.samples) - len(rewards)
-            sums["tokens"] += sum(len(s.response_ids) for s in group.samples)
-            sums["truncated"] += sum(s.finish == "length" for s in group.samples)
-            if rewards:
-                sums["prompts"] += 1
-                sums["reward"] += math.fsum(rewards) / len(rewards)
-            for k in chosen.pass_at:
-                if len(rewards) >= k:
-                    sums[f"of pass@{k}"] += 1
-                    sums[f"pass@{k}"] += pass_at_k(len(rewards), sum(r >= chosen.success for r in rewards), k)
-        total = sum_named(sums, groups.leaders)
-        samples = max(total["samples"], 1)
-        metrics |= {
-            f"eval/{name}/reward": _ratio(total["reward"], total["prompts"]),
-            f"eval/{name}/response_tokens": total["tokens"] / samples,
-            f"eval/{name}/truncated": total["truncated"] / samples,
-            f"eval/{name}/unscored": total["unscored"],
-            f"eval/{name}/unanswered": len(prompts) - total["samples"] / chosen.sampling.samples,
-            **{f"eval/{name}/pass@{k}": _ratio(total[f"pass@{k}"], total[f"of pass@{k}"]) for k in chosen.pass_at}}
+        total = sum_named(sums(collected.groups, chosen), groups.leaders)
+        metrics |= {f"eval/{name}/{key}": value for key, value in averages(total, chosen, len(prompts)).items()}
     return metrics
+
+
+def sums(groups: list[Group], chosen: EvalSetConfig) -> dict[str, float]:
+    """What `averages` needs of answered prompts, to be added up over leaders."""
+    found = dict.fromkeys(("prompts", "reward", "samples", "tokens", "truncated", "unscored"), 0.0)
+    found |= {f"pass@{k}": 0.0 for k in chosen.pass_at} | {f"of pass@{k}": 0.0 for k in chosen.pass_at}
+    for group in groups:
+        rewards = [s.reward for s in group.samples if s.reward is not None]
+        found["samples"] += len(group.samples)
+        found["unscored"] += len(group.samples) - len(rewards)
+        found["tokens"] += sum(len(s.response_ids) for s in group.samples)
+        found["truncated"] += sum(s.finish == "length" for s in group.samples)
+        if rewards:
+            found["prompts"] += 1
+            found["reward"] += math.fsum(rewards) / len(rewards)
+        for k in chosen.pass_at:
+            if len(rewards) >= k:
+                found[f"of pass@{k}"] += 1
+                found[f"pass@{k}"] += pass_at_k(len(rewards), sum(r >= chosen.success for r in rewards), k)
+    return found
+
+
+def averages(total: dict[str, float], chosen: EvalSetConfig, prompts: int) -> dict[str, float]:
+    """Metrics of a set.
+
+    Args:
+        total: `sums` over all leaders.
+        chosen: the set.
+        prompts: of the set.
+
+    Returns:
+        reward: mean over prompts of the mean over a prompt's samples (avg@k); pass@k: mean over the prompts that have k
+        rewards; NaN where there are none. response_tokens and truncated per sample; unscored: samples without a reward;
+        unanswered: prompts that no engine answered.
+    """
+    samples = max(total["samples"], 1)
+    return {"reward": _ratio(total["reward"], total["prompts"]), "response_tokens": total["tokens"] / samples,
+            "truncated": total["truncated"] / samples, "unscored": total["unscored"],
+            "unanswered": prompts - total["samples"] / chosen.sampling.samples,
+            **{f"pass@{k}": _ratio(total[f"pass@{k}"], total[f"of pass@{k}"]) for k in chosen.pass_at}}
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Probability that at least one of `k` of these samples, drawn without replacement, is correct.
+
+    The unbiased estimator 1 - C(n - c, k) / C(n, k) of Chen et al. 2021 ("Evaluating Large Language Models Trained on
+    Code", eq. 1), in exact integers.
+
+    Args:
+        samples: n, the number of samples of the prompt.
+        correct: c, how many of them are correct.
+        k: at most n.
+
+    Raises:
+        ValueError: not 0 <= correct <= samples, or not 1 <= k <= samples.
+    """
+    if not (0 <= correct <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} of {correct} correct among {samples} samples")
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def _ratio(value: float, count: float) -> float:

@@ -117,7 +117,7 @@ class Policy:
         values = batch.per_token
         return policy_loss(
             logprobs_t, values["old_logprobs"], values["advantages"], values["weights"], batch.mask_t,
-            batch.sequence_t, batch.samples.numel(), self.objective, entropy_t=entropy_t,
+            batch.sequence_t, batch.sequences, self.objective, entropy_t=entropy_t,
             ref_t=values.get("ref_logprobs"), engine_t=values["engine_logprobs"],
             sum_across=lambda tensor: across.sum_with_gradient(tensor, self._cp))
 
