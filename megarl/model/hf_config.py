@@ -38,7 +38,6 @@ class HFConfig:
         dtype: what the checkpoint's config names ("bfloat16", "float32", ...).
         max_positions: longest sequence the model was made for, tokens.
         eos_ids: end-of-sequence token ids, of config.json and generation_config.json.
-        pad_id: padding token, an end of sequence (or 0) if the config names none.
         raw: config.json as it is.
         path: the directory it came from.
     """
@@ -64,7 +63,6 @@ class HFConfig:
     dtype: str = "float32"
     max_positions: int = 2048
     eos_ids: tuple[int, ...] = ()
-    pad_id: int = 0
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     path: str = ""
 
@@ -95,8 +93,6 @@ class HFConfig:
                 raise UserMistake(f"{key} is {raw.get(key)!r}", where, "give a positive integer")
         theta, scaling = _rope(raw, where)
         heads = raw["num_attention_heads"]
-        eos = _eos_ids(raw, generation or {})
-        pad = raw.get("pad_token_id")
         return cls(
             family=name, hidden=raw["hidden_size"], layers=raw["num_hidden_layers"], heads=heads,
             kv_heads=raw.get("num_key_value_heads") or family.KV_HEADS or heads,
@@ -105,8 +101,8 @@ class HFConfig:
             tied=bool(raw.get("tie_word_embeddings", False)), norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=theta, rope_scaling=scaling, qkv_bias=family.QKV_BIAS, qk_norm=family.QK_NORM,
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
-            max_positions=raw.get("max_position_embeddings", family.MAX_POSITIONS), eos_ids=eos,
-            pad_id=pad if pad is not None else (eos[0] if eos else 0), raw=raw, path=path, **family.sizes(raw, where))
+            max_positions=raw.get("max_position_embeddings", family.MAX_POSITIONS),
+            eos_ids=_eos_ids(raw, generation or {}), raw=raw, path=path, **family.sizes(raw, where))
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def parse_generate(body: Any, limits: Limits, text: Text | None) -> Generate:
     if body.get("logprob_start_len") not in (None, -1):
         raise BadRequest("logprob_start_len: log-probs of prompt tokens are not supported by the embedded engine")
     prompts, many = _prompts(body, limits, text)
-    params = [_params(item, limits, text) for item in _per_prompt(body.get("sampling_params") or {}, prompts, many)]
+    params = [_params(item, text) for item in _per_prompt(body.get("sampling_params") or {}, len(prompts))]
     if len({item.n for item in params}) > 1:
         raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
     groups = [_group(ids, item, rid, limits) for ids, item, rid in
@@ -159,9 +159,9 @@ def _prompts(body: dict, limits: Limits, text: Text | None) -> tuple[list[np.nda
     return prompts, many
 
 
-def _per_prompt(params: Any, prompts: list, many: bool) -> list[dict]:
-    items = params if isinstance(params, list) else [params] * len(prompts)
-    if len(items) != len(prompts) or not all(isinstance(item, dict) for item in items):
+def _per_prompt(params: Any, prompts: int) -> list[dict]:
+    items = params if isinstance(params, list) else [params] * prompts
+    if len(items) != prompts or not all(isinstance(item, dict) for item in items):
         raise BadRequest("sampling_params must be an object, or a list with one per prompt")
     return items
 
@@ -176,7 +176,7 @@ def _rids(rid: Any, count: int) -> list[str]:
     return rid
 
 
-def _params(raw: dict, limits: Limits, text: Text | None) -> Params:
+def _params(raw: dict, text: Text | None) -> Params:
     known = set(Params.__dataclass_fields__) - {"seeds"}
     for name, value in raw.items():
         if name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
