@@ -57,12 +57,12 @@ def main(argv: list[str]) -> None:
     """Load the config, find this rank's role, play it."""
     config = load(argv[0], argv[1:])
     from megarl.cluster import device
-
-    device.prepare(config.cluster.device)  # before anything imports Megatron-core
     from megarl.cluster.partition import Partition
     from megarl.cluster.store import connect, farewell
 
     partition = Partition.from_env(config.cluster)
+    if partition.is_trainer:
+        device.prepare(config.cluster.device, partition.local_rank)  # before anything imports Megatron-core
     control = connect(partition, config.cluster)
     run_dir = Path(config.run.dir).absolute()
     if partition.is_trainer:

@@ -31,7 +31,7 @@ def _supervise(port: int, config: Config, rank: int, run_dir: str, options: list
     os.environ.update(RANK=str(rank), WORLD_SIZE="9", MASTER_ADDR="nowhere", MASTER_PORT="1", LOCAL_RANK="0",
                       TORCHELASTIC_USE_AGENT_STORE="True", MEGARL_RUN_DIR=run_dir, MARK_OF_TEST=run_dir)
     if options is not None:
-        supervisor.engine_command = lambda config, number, local_rank, host, port, version: [
+        supervisor.engine_command = lambda config, number, first_gpu, host, port, version: [
             sys.executable, SCRIPTED, "--host", host, "--port", str(port), "--weight-version", version, *options]
     if ports:
         real, supervisor.free_port = supervisor.free_port, lambda host: ports.pop(0) if ports else real(host)

@@ -12,17 +12,24 @@ from megarl.errors import UserMistake
 _prepared: str | None = None
 
 
-def prepare(kind: Literal["auto", "cpu", "cuda"] = "auto") -> None:
+def prepare(kind: Literal["auto", "cpu", "cuda"] = "auto", local_rank: int = 0) -> None:
     """Choose the device of this process; must run before the first import of megatron.core.
 
-    On cpu it installs the shim that lets Megatron-core run without CUDA; on cuda it binds the process to the GPU of
-    LOCAL_RANK. A second call with the same result does nothing.
+    On cpu it installs the shim that lets Megatron-core run without CUDA; on cuda it binds the process to a GPU, which
+    makes a context there: not for rollout ranks. A second call with the same result does nothing.
+
+    Args:
+        kind: auto is cuda where there is a GPU.
+        local_rank: this process's number on its host, and its GPU's; a process that sees one GPU only has that one.
 
     Raises:
-        UserMistake: cuda was asked for and is absent.
+        UserMistake: cuda was asked for and is absent, or the host has no GPU of this number.
         RuntimeError: another device was prepared before.
     """
     global _prepared
+    # Read by the driver once. Megatron-core overlaps tensor-parallel communication with compute by the order of
+    # launches, which only a single connection keeps; without it the overlap is lost, nothing else.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     available = torch.cuda.is_available()
     chosen = ("cuda" if available else "cpu") if kind == "auto" else kind
     if _prepared is not None:
@@ -32,7 +39,11 @@ def prepare(kind: Literal["auto", "cpu", "cuda"] = "auto") -> None:
     if chosen == "cuda":
         if not available:
             raise UserMistake("torch sees no CUDA device", "cluster.device", "set it to auto or cpu")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        count = torch.cuda.device_count()
+        if 1 < count <= local_rank:
+            raise UserMistake(f"local rank {local_rank} trains, but its host has {count} GPUs", "NPROC_PER_NODE",
+                              "start at most one trainer a GPU on each node")
+        torch.cuda.set_device(local_rank if count > 1 else 0)
     else:
         from megarl.cluster import cpu_shim
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import aiohttp
 
+from megarl.cluster.partition import Partition
 from megarl.config.schema import Config
 from megarl.errors import EXIT_MISTAKE, MachineFault, UserMistake
 from megarl.rollout.client import EngineClient, EngineError
@@ -30,14 +31,24 @@ _NOT_INHERITED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", 
                   "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RUN_DIR")
 
 
-def engine_command(config: Config, number: int, local_rank: int, host: str, port: int, version: str) -> list[str]:
+def first_gpu(config: Config, partition: Partition) -> int:
+    """The first GPU of a rollout rank's SGLang engines: after its host's trainers and the rollout ranks before it.
+
+    A host's ranks are consecutive, as torchrun and srun give them out.
+    """
+    trainers = max(partition.trainers - (partition.rank - partition.local_rank), 0)
+    each = config.rollout.engines_per_rank * int(config.sglang.get("tp_size", 1))
+    return (0 if config.cluster.device == "cpu" else trainers) + (partition.local_rank - trainers) * each
+
+
+def engine_command(config: Config, number: int, first_gpu: int, host: str, port: int, version: str) -> list[str]:
     """The command line of an engine.
 
     Args:
         config: `rollout.engine` says which one; `sglang` options pass through under their own names.
         number: of this engine within its rollout rank.
-        local_rank: of the rollout rank on its host; an SGLang engine takes the GPUs from
-            (local_rank * engines_per_rank + number) * tp_size on, unless `sglang.base_gpu_id` is set.
+        first_gpu: of the rollout rank; an SGLang engine takes the GPUs from first_gpu + number * tp_size on, unless
+            `sglang.base_gpu_id` is set.
         host, port: where it listens.
         version: name of the weights it starts with, which no trainer published.
     """
@@ -47,8 +58,7 @@ def engine_command(config: Config, number: int, local_rank: int, host: str, port
         return [sys.executable, "-m", "megarl.rollout.embedded", *common, "--slots", str(config.rollout.slots),
                 "--update-timeout", str(config.sync.timeout_s)]
     options = dict(config.sglang)
-    first_gpu = (local_rank * config.rollout.engines_per_rank + number) * int(options.get("tp_size", 1))
-    options.setdefault("base_gpu_id", first_gpu)
+    options.setdefault("base_gpu_id", first_gpu + number * int(options.get("tp_size", 1)))
     return [config.rollout.sglang_python or sys.executable, "-m", "sglang.launch_server", *common, *_flags(options)]
 
 

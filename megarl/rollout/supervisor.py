@@ -25,7 +25,7 @@ from megarl.errors import MachineFault, MegarlError, UserMistake
 from megarl.rollout.client import open_session
 from megarl.rollout.fleet import EngineRecord, Registrar, stopped
 from megarl.rollout.lease import BEAT_S, LeaseWatch
-from megarl.rollout.process import EngineProcess, engine_command, free_port
+from megarl.rollout.process import EngineProcess, engine_command, first_gpu, free_port
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class _Link(threading.Thread):
 class _Supervisor:
     def __init__(self, config: Config, partition: Partition, store: Store, run_dir: Path, address: str) -> None:
         self._config, self._address, self._logs = config, address, run_dir / "logs"
-        self._local_rank = partition.local_rank
+        self._first_gpu = first_gpu(config, partition)
         self._ids = [f"{partition.rollout_index}.{number}" for number in range(config.rollout.engines_per_rank)]
         registrar = Registrar(store, partition.rollout_index)
         self._first_incarnation = {name: registrar.last_incarnation(name) + 1 for name in self._ids}
@@ -203,7 +203,7 @@ class _Supervisor:
         """Start the engine's process on a port that is free now; a clash costs this start, the next takes another."""
         port = free_port(self._address)
         version = f"own-{record.id}-{record.incarnation}-{os.getpid()}"  # no trainer published it: serves nothing
-        command = engine_command(self._config, number, self._local_rank, self._address, port, version)
+        command = engine_command(self._config, number, self._first_gpu, self._address, port, version)
         return await EngineProcess.start(f"engine {record.id}", command, (self._address, port), version,
                                          self._logs / f"engine-{record.id}.log")
 
