@@ -134,16 +134,16 @@ def launch(argv: list[str]) -> None:
     config, report = load_checked(arguments.config, arguments.overrides)
     versions.check()
     run_dir = Path(config.run.dir).absolute()
-    summary = "\n".join([*(f"note: {note}" for note in report.notes), report.summary, f"run directory: {run_dir}"])
+    told = "\n".join([*(f"note: {note}" for note in report.notes), f"run directory: {run_dir}"])
     if arguments.check:
-        print(summary)
+        print(report.summary, told, sep="\n")
         return
     node = Node.from_env(config.cluster)
     logs = run_dir / "logs" / f"node{node.rank}"
     logs.mkdir(parents=True, exist_ok=True)
     if node.rank == 0:
         (run_dir / "exit.json").unlink(missing_ok=True)  # of an earlier life
-        print(summary, flush=True)
+        print(told, flush=True)
     status = _run(node.command(logs, [arguments.config, *arguments.overrides]),
                   {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}, logs / "torchrun.log")
     if status:
