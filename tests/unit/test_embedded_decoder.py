@@ -134,5 +134,5 @@ def test_logits_that_are_not_finite_end_only_their_own_sequence(tmp_path):
     assert "not finite" in broken["meta_info"]["finish_reason"]["message"]
     assert np.isfinite(logprobs_of(well)).all() and len(well["output_ids"]) == 4
     weights.views["model.embed_tokens.weight"][7] = kept
-    (healed,) = run(scheduler, {"input_ids": prompts[0], **body})  # in the slot that held NaN keys
+    (healed,) = run(scheduler, {"input_ids": [3], **body})  # in the slot that held NaN keys, after its own end
     assert np.isfinite(logprobs_of(healed)).all() and len(healed["output_ids"]) == 4
