@@ -56,11 +56,12 @@ def _mla_without_te() -> None:
 
 
 def _torch_adam_checkpoints() -> None:
-    """The distributed optimizer over torch's AdamW (no TE, no apex) against checkpoints.
+    """The distributed optimizer against checkpoints, mostly where it runs torch's AdamW (no TE, no apex).
 
-    Without: state_dict() asserts before the first step (distrib_optimizer.py:642); a fully_reshardable load raises
-    KeyError 'step' (:940); and, silently, all parameters share one loaded `step` tensor (:812), which the next step
-    then increments once per parameter.
+    Without: state_dict() asserts before the first step (distrib_optimizer.py:642), and there are no moments to save
+    (:1069); a fully_reshardable load raises KeyError 'step' (:940); and, silently, all parameters share one loaded
+    `step` tensor (:812), which the next step then increments once per parameter. The fused Adams of TE and apex count
+    steps in their parameter groups and must be given none: TE's looks up the dtype of every state by its name.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -69,11 +70,10 @@ def _torch_adam_checkpoints() -> None:
     load_state_dict = DistributedOptimizer.load_state_dict
 
     def with_initial_state(self: Any) -> Any:
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if not self.optimizer.state[param]:
-                    self.optimizer.state[param].update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(param),
-                                                       exp_avg_sq=torch.zeros_like(param))
+        self.init_state_fn(self.optimizer, self.config)  # moments of 0 where there are none
+        if isinstance(self.optimizer, torch.optim.Adam):  # AdamW is one
+            for state in self.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
         return state_dict(self)
 
     def keeping_step(self: Any, model_param: Any, tensors: dict) -> Any:
