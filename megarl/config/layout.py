@@ -114,5 +114,6 @@ def check_model(layout: Layout, *, kv_heads: int, layers: int, experts: int = 0,
                               "set it to true or auto")
     else:
         must_divide(layout.tensor, ffn or layout.tensor, "tensor", "FFN columns")
-        if layout.expert > 1:
-            raise UserMistake(f"{layout.expert} with a dense model", "parallel.expert", "set it to 1")
+        for name in ("expert", "expert_tensor"):
+            if getattr(layout, name) > 1:
+                raise UserMistake(f"{getattr(layout, name)} with a dense model", f"parallel.{name}", "set it to 1")
