@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.errors import run_main
+from megarl.errors import UserMistake, run_main
 
 if TYPE_CHECKING:
     from megarl.assemble import Trainer
@@ -55,6 +55,8 @@ def train(config: Config, trainer: Trainer) -> None:
 
 def main(argv: list[str]) -> None:
     """Load the config, find this rank's role, play it."""
+    if not argv:
+        raise UserMistake("no config given", "command line", "torchrun -m megarl.train CONFIG.yaml [key.path=value ...]")
     config = load(argv[0], argv[1:])
     from megarl.cluster import device
     from megarl.cluster.partition import Partition
