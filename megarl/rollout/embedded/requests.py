@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-import uuid
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from megarl.rollout.embedded.text import Text
+
+_random = random.Random()  # own, so nobody's seed reaches it; asking the system each time costs a switch of threads
 
 
 class BadRequest(ValueError):
@@ -168,7 +169,7 @@ def _per_prompt(params: Any, prompts: int) -> list[dict]:
 
 def _rids(rid: Any, count: int) -> list[str]:
     if rid is None:
-        return [uuid.uuid4().hex for _ in range(count)]
+        return [f"{_random.getrandbits(128):032x}" for _ in range(count)]
     if isinstance(rid, str):
         return [rid] if count == 1 else [f"{rid}_{number}" for number in range(count)]
     if not isinstance(rid, list) or len(rid) != count or not all(isinstance(item, str) for item in rid):
@@ -207,7 +208,7 @@ def _seeds(raw: Any, n: Any) -> tuple[int, ...]:
     """One seed per sample. A single number is the first sample's, the others count up from it."""
     _require(type(n) is int and n >= 1, f"n must be a positive integer, got {n!r}.")
     if raw is None:
-        return tuple(secrets.randbits(64) for _ in range(n))
+        return tuple(_random.getrandbits(64) for _ in range(n))
     seeds = raw if isinstance(raw, list) else [raw + number for number in range(n)] if type(raw) is int else []
     _require(len(seeds) == n and all(type(seed) is int for seed in seeds),
              f"sampling_seed must be an integer or a list of n={n} integers")
