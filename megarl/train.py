@@ -56,7 +56,7 @@ def train(config: Config, trainer: Trainer) -> None:
 def main(argv: list[str]) -> None:
     """Load the config, find this rank's role, play it."""
     if not argv:
-        raise UserMistake("no config given", "command line", "torchrun -m megarl.train CONFIG.yaml [key.path=value ...]")
+        raise UserMistake("no config given", "command line", "bash launch/torchrun.sh CONFIG.yaml [key.path=value ...]")
     config = load(argv[0], argv[1:])
     from megarl.cluster import device
     from megarl.cluster.partition import Partition

@@ -1,6 +1,6 @@
 """Saving and resuming a run, with Megatron-core's distributed checkpointing.
 
-A checkpoint holds weights, fp32 masters, Adam moments and step counts, the learning-rate schedule, each rank's random
+A checkpoint holds weights, fp32 masters, Adam moments and step counts, the number of updates, each rank's random
 state, and how far the run is (`Progress`). It is written beside and renamed, so a directory `step_*` is whole.
 """
 
@@ -64,16 +64,20 @@ class Checkpoints:
 
         final = self._directory / f"step_{progress.step:08d}"
         partial = self._directory / f".partial_{progress.step:08d}"
+        replaced = self._directory / f".replaced_{progress.step:08d}"
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in (partial, replaced):
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
         state = self._state(progress, loading=False, with_random=True)
         dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(final, ignore_errors=True)
+            if final.exists():  # of a life that got as far; it stays until the new one can take its name
+                final.rename(replaced)
             partial.rename(final)
+            shutil.rmtree(replaced, ignore_errors=True)
             for old in sorted(self._directory.glob("step_*"))[: -self._keep]:
                 shutil.rmtree(old)
         dist.barrier()
@@ -94,8 +98,7 @@ class Checkpoints:
         for number, chunk in enumerate(self._optimizer.chunks):
             chunk.module.load_state_dict(state[f"model{number}"])
         self._optimizer.inner.load_state_dict(state["optimizer"])
-        self._optimizer.schedule.num_steps = 0  # its load adds the saved steps to those already there
-        self._optimizer.schedule.load_state_dict(state["schedule"])
+        self._optimizer.resume_at(common["updates"])
         if same_world:
             _set_random_state(state["random"])
         return Progress(**common["progress"])
@@ -111,10 +114,10 @@ class Checkpoints:
                  for name, tensor in state[f"model{number}"].items()}
         state["optimizer"] = self._optimizer.inner.sharded_state_dict(model, is_loading=loading,
                                                                       metadata=dict(_METADATA))
-        state["schedule"] = self._optimizer.schedule.state_dict()
         if with_random:
             state["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
-        state |= {"progress": dataclasses.asdict(progress), "identity": self._identity, "world": world}
+        state |= {"progress": dataclasses.asdict(progress), "identity": self._identity, "world": world,
+                  "updates": self._optimizer.updates}
         return state
 
     def _refuse_another_run(self, path: Path, saved: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ class Optimizer:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self.chunks = ddp_chunks
+        self._settings = {"betas": tuple(optim.betas), "eps": optim.eps, "max_lr": optim.lr, "min_lr": 0.0}
         settings = OptimizerConfig(
             optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip or math.inf, params_dtype=dtype,
@@ -65,6 +66,16 @@ class Optimizer:
     def lr(self) -> float:
         """The rate of the last update (of the first one, before it)."""
         return float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else 0.0
+
+    def resume_at(self, updates: int) -> None:
+        """Continue after so many updates with this run's settings, once the state has been loaded.
+
+        Loading brings back the rate, betas and eps that the state was saved with; the config is what counts.
+        """
+        for group in self.inner.param_groups:
+            group.update(self._settings)
+        self.schedule.num_steps = updates
+        self.schedule.step(0)
 
     def zero_grad(self) -> None:
         """Forget gradients; before the first micro-batch of an update."""

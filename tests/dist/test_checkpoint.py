@@ -74,13 +74,13 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
     from megarl.model.hf_config import HFConfig
     from megarl.update.optimizer import Optimizer, wrap
 
-    def fresh(family: str, layout: Layout) -> Optimizer:
+    def fresh(family: str, layout: Layout, **changed: float) -> Optimizer:
         path = f"{folder}/{family}"
         hf = HFConfig.read(path)
         chunks = build_chunks(hf, models.config_for(path), layout)
         load_hf(chunks, path, hf, layout)
-        return Optimizer(wrap(chunks, True), OptimConfig(lr=1e-2, warmup_steps=4, weight_decay=0.1),
-                         torch.float32)
+        return Optimizer(wrap(chunks, True), OptimConfig(**{
+            "lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1, **changed}), torch.float32)
 
     def update(optimizer: Optimizer, number: int) -> float:
         optimizer.zero_grad()
@@ -123,6 +123,11 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
             wrong.append(f"{family} {layout}: the next update differs by {(weights(second) - after).abs().max()}")
         if second.updates != 4 or second.lr != lr or lr != 1e-2:
             wrong.append(f"{family} {layout}: update {second.updates} at rate {second.lr}, was {lr}")
+        third = fresh(family, layout, lr=2e-3, eps=1e-5)  # what the config says counts, not what was saved
+        Checkpoints(place, 2, third, {"model": family}).load(again.newest())
+        told = {(group["lr"], group["eps"]) for group in third.inner.param_groups}
+        if third.updates != 3 or told != {(2e-3 * 3 / 4, 1e-5)}:
+            wrong.append(f"{family} {layout}: resumed with (rate, eps) {told} at update {third.updates}")
         try:
             Checkpoints(place, 2, second, {"model": "another"}).load(again.newest())
             wrong.append("another model's checkpoint was taken")
