@@ -33,7 +33,7 @@ class PackedBatch:
         padding_t: bool [T_local], True for padding, of a sequence or of the tail.
         sequence_t: int64 [T_local], which of the pack's sequences; its padding included; `sequences` in the tail.
         cu_seqlens: int32 [entries + 1], where each padded sequence starts in the whole pack, and the end. Tail padding,
-            if there is any, is one more entry after the sequences.
+            if there is any, is one more entry after the sequences. Always on the host, where attention is laid out.
         max_seqlen: tokens of the longest entry.
         samples: int64 [sequences], the number of each sequence's sample in the experience.
         per_token: float32 [T_local] each, 0 where mask_t is False.
@@ -59,9 +59,9 @@ class PackedBatch:
         return len(self.samples)
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch with all tensors on `device`."""
+        """The same batch with all tensors but cu_seqlens on `device`."""
         moved = {one.name: getattr(self, one.name).to(device, non_blocking=True) for one in fields(self)
-                 if isinstance(getattr(self, one.name), torch.Tensor)}
+                 if isinstance(getattr(self, one.name), torch.Tensor) and one.name != "cu_seqlens"}
         per_token = {name: value.to(device, non_blocking=True) for name, value in self.per_token.items()}
         return replace(self, per_token=per_token, **moved)
 

@@ -8,8 +8,10 @@ gradients reduce-scattered), as in Llama 3 (sec. 3.3.2): cheap for grouped queri
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,6 +66,7 @@ class PackedAttention(MegatronModule):
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments, float | None], torch.Tensor]
 
 
+@cache
 def varlen_kernel(device: str, dtype: torch.dtype) -> Kernel | None:
     """The variable-length kernel for this device and dtype: flash-attn's, else torch's, else None."""
     if device == "cpu" or dtype not in (torch.float16, torch.bfloat16):
@@ -71,7 +74,10 @@ def varlen_kernel(device: str, dtype: torch.dtype) -> Kernel | None:
     if importlib.util.find_spec("flash_attn") is not None:
         return _flash_attn
     if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
-        return _torch_varlen
+        from torch.nn.attention.varlen import varlen_attn
+
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # its first versions had neither this nor windows
+            return _torch_varlen
     return None
 
 

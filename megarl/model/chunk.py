@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import BalanceConfig
 from megarl.model import rope
-from megarl.model.attention import LocalPack
+from megarl.model.attention import LocalPack, varlen_kernel
 from megarl.model.hf_config import HFConfig
 from megarl.model.router import Router, RouterState
 from megarl.model.segments import segments
@@ -52,7 +52,7 @@ class PolicyChunk(GPTModel):
 
         Args:
             batch: a `data.batch.PackedBatch`; used are tokens_t, positions_t, padding_t (this context-parallel rank's
-                tokens), cu_seqlens, max_seqlen (the whole pack's), cp_size and cp_rank.
+                tokens), cu_seqlens, max_seqlen (the whole pack's, on the host), cp_size and cp_rank.
 
         Returns:
             [tokens, 1, hidden], this rank's share of tokens under sequence parallelism; after the final norm on the
@@ -73,14 +73,17 @@ class PolicyChunk(GPTModel):
     def _pack(self, batch: Any) -> tuple[PackedSeqParams, torch.Tensor]:
         """The pack's boundaries and rotary angles in the form that this implementation's attention takes."""
         if self.implementation == "local":
-            laid_out = segments(batch.cu_seqlens.tolist(), batch.cp_size, batch.cp_rank, batch.tokens_t.device)
+            where = batch.tokens_t.device
+            laid_out = segments(batch.cu_seqlens.tolist(), batch.cp_size, batch.cp_rank, where,
+                                padded=varlen_kernel(where.type, self.config.params_dtype) is None)
             return LocalPack(segments=laid_out), rope.angles(batch.positions_t, self.rotary_pos_emb.inv_freq)
-        bounds = batch.cu_seqlens
+        bounds = batch.cu_seqlens.to(batch.tokens_t.device, non_blocking=True)
         pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
                                max_seqlen_q=batch.max_seqlen, max_seqlen_kv=batch.max_seqlen)
         if batch.cp_size > 1:  # TE's ring attention addresses its shares by these
             pack.cu_seqlens_q_padded = pack.cu_seqlens_kv_padded = bounds
-        return pack, self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)
+        # not through its forward(), which keeps the tables of the last 32 lengths
+        return pack, self.rotary_pos_emb.get_emb(batch.max_seqlen)
 
     def head_weight(self) -> torch.Tensor:
         """The output projection [padded vocabulary / tp, hidden], tied or not; last stage only."""

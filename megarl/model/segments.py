@@ -29,6 +29,23 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Padded:
+    """Segments as padded groups.
+
+    Attributes:
+        query_rows, key_rows: int64, rows that fill the padded groups one after the other; padding repeats a segment's
+            last row.
+        output_rows: int64 [tokens on this rank], where each token's output is among the padded groups' rows.
+        groups: the padded shapes, in that order.
+    """
+
+    query_rows: torch.Tensor
+    key_rows: torch.Tensor
+    output_rows: torch.Tensor
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
 class Segments:
     """Where each segment's queries and keys are.
 
@@ -37,10 +54,7 @@ class Segments:
             of their keys (in the order of `keys`); max_q, max_k: the longest.
         keys: int64 [sum of key lengths], rows of the rank-major gathered keys; None without context parallelism, where
             keys are in the order of the tokens.
-        query_rows, key_rows: int64, rows that fill the padded groups one after the other; padding repeats a segment's
-            last row.
-        output_rows: int64 [tokens on this rank], where each token's output is among the padded groups' rows.
-        groups: the padded shapes, in that order.
+        padded: for `by_groups`; None where a variable-length kernel does its work.
     """
 
     cu_q: torch.Tensor
@@ -48,41 +62,49 @@ class Segments:
     max_q: int
     max_k: int
     keys: torch.Tensor | None
-    query_rows: torch.Tensor
-    key_rows: torch.Tensor
-    output_rows: torch.Tensor
-    groups: tuple[Group, ...]
+    padded: Padded | None
 
 
-def segments(boundaries: list[int], cp_size: int, cp_rank: int, device: torch.device) -> Segments:
+def segments(boundaries: list[int], cp_size: int, cp_rank: int, device: torch.device,
+             padded: bool = True) -> Segments:
     """Lay out a pack.
 
     Args:
         boundaries: [sequences + 1], padded starts of the whole pack's sequences and its end, tokens; each length a
             multiple of 2 * cp_size if cp_size > 1. Empty sequences are allowed.
         cp_size, cp_rank: degree of context parallelism and this rank.
-        device: of the resulting tensors.
+        device: of the resulting tensors; copies to it do not wait for its queue.
+        padded: whether `by_groups` will be used. With context parallelism its masks grow with queries x keys.
     """
     queries, keys = _rows(boundaries, cp_size, cp_rank)
+
+    def cumulative(rows: list[np.ndarray]) -> torch.Tensor:
+        return _to(np.cumsum([0, *map(len, rows)]).astype(np.int32), device)
+
+    return Segments(
+        cu_q=cumulative(queries), cu_k=cumulative(keys), max_q=max(map(len, queries), default=0),
+        max_k=max(map(len, keys), default=0), keys=_index(keys, device) if cp_size > 1 else None,
+        padded=_pad(queries, keys, device) if padded else None)
+
+
+def _pad(queries: list[np.ndarray], keys: list[np.ndarray], device: torch.device) -> Padded:
+    """The padded groups of these segments."""
     order, groups = _group(queries, keys, device)
-    query_rows = [_padded(queries[i], size) for i, size, _ in order]
     output_rows = np.empty(sum(map(len, queries)), dtype=np.int64)
     start = 0
     for (i, size, _) in order:
         output_rows[queries[i]] = start + np.arange(len(queries[i]))
         start += size
+    return Padded(_index([_padded(queries[i], size) for i, size, _ in order], device),
+                  _index([_padded(keys[i], size) for i, _, size in order], device), _to(output_rows, device), groups)
 
-    def index(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts) if parts else np.empty(0, np.int64)).to(device)
 
-    def cumulative(rows: list[np.ndarray]) -> torch.Tensor:
-        return torch.tensor(np.cumsum([0, *map(len, rows)]), dtype=torch.int32, device=device)
+def _index(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    return _to(np.concatenate(parts) if parts else np.empty(0, np.int64), device)
 
-    return Segments(
-        cu_q=cumulative(queries), cu_k=cumulative(keys), max_q=max(map(len, queries), default=0),
-        max_k=max(map(len, keys), default=0), keys=index(keys) if cp_size > 1 else None, query_rows=index(query_rows),
-        key_rows=index([_padded(keys[i], size) for i, _, size in order]),
-        output_rows=torch.from_numpy(output_rows).to(device), groups=groups)
+
+def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def _rows(boundaries: list[int], cp_size: int, cp_rank: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -122,9 +144,8 @@ def _group(queries: list[np.ndarray], keys: list[np.ndarray],
         order += [(i, q_size, k_size) for i in which]
         mask = None
         if any(len(queries[i]) != len(keys[i]) for i in which):
-            shift = torch.tensor([len(keys[i]) - len(queries[i]) for i in which])[:, None, None, None]
-            mask = torch.arange(k_size) <= torch.arange(q_size)[:, None] + shift
-            mask = mask.to(device)
+            shift = _to(np.array([len(keys[i]) - len(queries[i]) for i in which]), device)[:, None, None, None]
+            mask = torch.arange(k_size, device=device) <= torch.arange(q_size, device=device)[:, None] + shift
         groups.append(Group(len(which), q_size, k_size, mask))
     return order, tuple(groups)
 
@@ -145,11 +166,14 @@ def by_groups(query_thd: torch.Tensor, key_thd: torch.Tensor, value_thd: torch.T
 
     Padding repeats a segment's last row to the right, where the causal mask hides it from real queries.
     """
+    padded = pack.padded
+    if query_thd.device.type != "cpu":  # an accelerator's fp32 kernel that does not keep all scores shares no keys
+        key_thd, value_thd = (x.repeat_interleave(query_thd.size(1) // x.size(1), 1) for x in (key_thd, value_thd))
     query_rows, key_rows, value_rows = (
-        x.index_select(0, rows) for x, rows in ((query_thd, pack.query_rows), (key_thd, pack.key_rows),
-                                                (value_thd, pack.key_rows)))
+        x.index_select(0, rows) for x, rows in ((query_thd, padded.query_rows), (key_thd, padded.key_rows),
+                                                (value_thd, padded.key_rows)))
     outputs, q_start, k_start = [], 0, 0
-    for group in pack.groups:
+    for group in padded.groups:
         q_end, k_end = q_start + group.segments * group.queries, k_start + group.segments * group.keys
         query = query_rows[q_start:q_end].unflatten(0, (group.segments, group.queries)).transpose(1, 2)
         key, value = (x[k_start:k_end].unflatten(0, (group.segments, group.keys)).transpose(1, 2)
@@ -158,4 +182,4 @@ def by_groups(query_thd: torch.Tensor, key_thd: torch.Tensor, value_thd: torch.T
                                                 scale=scale, enable_gqa=query.size(1) != key.size(1))
         outputs.append(output.transpose(1, 2).flatten(0, 1))
         q_start, k_start = q_end, k_end
-    return torch.cat(outputs).index_select(0, pack.output_rows)
+    return torch.cat(outputs).index_select(0, padded.output_rows)

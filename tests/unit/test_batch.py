@@ -108,6 +108,8 @@ def test_hand_case_in_full():
     assert batch.per_token["weights"].tolist() == torch.tensor([0, .1, .2, .3, 0, .4, 0]).tolist()
     assert batch.per_token["engine_logprobs"][batch.mask_t].tolist() == samples.logprobs.tolist()
     assert batch.cu_seqlens.tolist() == [0, 5, 7]
+    moved = batch.to("meta")
+    assert moved.tokens_t.is_meta and moved.per_token["engine_logprobs"].is_meta and not moved.cu_seqlens.is_meta
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: one.describe())

@@ -73,9 +73,11 @@ def test_context_parallel_equals_alone(size: int) -> None:
 
 def test_no_mask_larger_than_chunk_by_sequence() -> None:
     pack = segments([0, 8, 72, 4168], 2, 1, torch.device("cpu"))
-    for group in pack.groups:
+    for group in pack.padded.groups:
         assert group.mask is None or group.mask.shape[2:].numel() <= 1024 * 4096
-    assert all(group.mask is None for group in segments([0, 9, 4000], 1, 0, torch.device("cpu")).groups)
+    assert all(group.mask is None for group in segments([0, 9, 4000], 1, 0, torch.device("cpu")).padded.groups)
+    for_kernels = segments([0, 8, 72, 4168], 2, 1, torch.device("cpu"), padded=False)
+    assert for_kernels.padded is None and torch.equal(for_kernels.keys, pack.keys)
 
 
 def test_padding_is_bounded() -> None:
