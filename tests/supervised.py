@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import torch.distributed as dist
 from rollout_parts import make_config, new_store
 
@@ -18,9 +18,6 @@ from megarl.cluster.partition import Partition
 from megarl.config.schema import Config
 from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
 
-# The server of this context imports torch once and forks every supervisor from there: a second instead of many.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["megarl.rollout.supervisor"])
 SCRIPTED = str(Path(__file__).with_name("scripted_engine.py"))
 
 
@@ -70,7 +67,7 @@ class Supervised:
         self.fleet = Fleet(self.store, rollouts, engines, self.config.cluster.lease_timeout_s)
         arguments = [(self.store.port, self.config, 1 + rank, str(run_dir),
                       None if options is None else list(options), list(ports)) for rank in range(rollouts)]
-        self.processes = [FORKS.Process(target=_supervise, args=call) for call in arguments]
+        self.processes = [forks.context().Process(target=_supervise, args=call) for call in arguments]
         for process in self.processes:
             process.start()
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from forks import ROOT
 from models import config_for, save_hf_model
 from safetensors.torch import load_file
-from worlds import ROOT, run_world
+from worlds import run_world
 
 from megarl.config.layout import Layout
 from megarl.rollout.process import engine_environment
