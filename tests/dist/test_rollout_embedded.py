@@ -26,7 +26,7 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("embedded")
     model = save_hf_model("qwen3_moe", folder / "model")
     rollout = {"samples_per_prompt": SAMPLES, "max_response_tokens": TOKENS, "slots": 8, "groups_in_flight": 6,
-               "no_engine_timeout_s": 2.0}
+               "no_engine_timeout_s": 2.0, "retries": 20}  # a busy supervisor may notice a dead engine late
     with Supervised(folder, rollouts=2, options=None, model=str(model), rollout=rollout) as supervised:
         for record in _publish(supervised):
             info = in_loop(lambda session, url=record.url: EngineClient(url, session).model_info())

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from scripted_engine import ScriptedEngine, Serving, logprob_of, tokens_of
 from megarl.config.schema import SamplingConfig
 from megarl.data.sample import sample_seed
 from megarl.errors import MachineFault, UserMistake
+from megarl.rollout import lease
 from megarl.rollout.client import EngineBusy, EngineClient, EngineFailed, EngineLost, EngineRefused, EngineTimeout
 from megarl.rollout.fleet import Balancer, EngineRecord
 from megarl.rollout.protocol import BadAnswer, GenerateRequest, Sampling, format_version
@@ -173,15 +175,16 @@ def test_no_engine_left_is_a_clear_fault_in_time():
         assert stage.generators[0]._issuer._balancer._in_flight.total() == 0
 
 
-def test_a_silent_rollout_rank_takes_its_engines_along():
-    with Stage([ScriptedEngine(), ScriptedEngine()],
-               config=make_config(cluster={"lease_timeout_s": 0.5})) as stage:
+def test_a_silent_rollout_rank_takes_its_engines_along(monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(lease, "time", clock)
+    with Stage([ScriptedEngine(), ScriptedEngine()], config=make_config(cluster={"lease_timeout_s": 0.5})) as stage:
         stage.fleet.records()
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            stage.registrars[1].beat()
-            time.sleep(0.1)
-            stage.fleet.records()
+        clock.now += 0.4
+        assert len(stage.fleet.engines()) == 2
+        stage.registrars[1].beat()
+        stage.fleet.records()
+        clock.now += 0.4
         assert [record.id for record in stage.fleet.engines()] == ["1.0"]
         with pytest.raises(MachineFault, match="1 of 2 engines are not up .*engine 0.0: rollout rank 0 is silent"):
             stage.fleet.wait_ready(0.1)

@@ -103,6 +103,7 @@ def main(argv: list[str]) -> None:
     engine.start()
     app = Server(engine, weights, limits, text, arguments.model_path).app()
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+    bound.listen(2048)  # a connection that reads the next line and comes before uvicorn is ready waits
     print(f"serving {arguments.model_path} on http://{arguments.host}:{bound.getsockname()[1]} "
           f"(started in {time.monotonic() - begun:.1f} s)", flush=True)
     server.run(sockets=[bound])
