@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from megarl.rollout.embedded.sampler import OFF_TOP_K, sample, uniforms
+from megarl.rollout.embedded.sampler import OFF_TOP_K, sample, seed_keys, uniforms
 
 MASK = (1 << 64) - 1
 
@@ -21,13 +21,13 @@ def test_uniforms_are_a_hash_of_seed_and_position():
     seeds, positions = [0, 1, 12345, MASK, 7, 7], [0, 0, 3, 2**40, 5, 6]
     expected = [(_split_mix((_split_mix((seed + golden) & MASK) + (position + 1) * golden) & MASK) >> 12) * 2.0**-52
                 for seed, position in zip(seeds, positions, strict=True)]
-    found = uniforms(np.array(seeds, np.uint64), np.array(positions, np.uint64))
+    found = uniforms(seed_keys(np.array(seeds, np.uint64)), np.array(positions, np.uint64))
     assert found.tolist() == expected and len(set(expected)) == 6
 
 
 def test_uniforms_look_uniform_and_unrelated():
     seeds, positions = (grid.ravel().astype(np.uint64) for grid in np.meshgrid(np.arange(200), np.arange(200)))
-    drawn = uniforms(seeds, positions).reshape(200, 200)
+    drawn = uniforms(seed_keys(seeds), positions).reshape(200, 200)
     assert 0 <= drawn.min() and drawn.max() < 1
     assert abs(drawn.mean() - 0.5) < 4 / math.sqrt(12 * drawn.size)
     counts = np.histogram(drawn, 64, (0, 1))[0]

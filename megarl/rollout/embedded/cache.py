@@ -32,11 +32,13 @@ class SlotCache:
         """Forget everything and give the memory back."""
         self.all, self.length = torch.zeros(self._shape, dtype=self._dtype), 0
 
-    @torch.inference_mode()
     def reserve(self, length: int) -> None:
         """Have room for `length` positions in each slot."""
-        if length <= self.length:
-            return
+        if length > self.length:
+            self._grow(length)
+
+    @torch.inference_mode()
+    def _grow(self, length: int) -> None:
         grown = max(64, 1 << (length - 1).bit_length())
         layers, both, slots, heads, _, dim = self._shape
         bigger = torch.zeros(layers, both, slots, heads, grown, dim, dtype=self._dtype)

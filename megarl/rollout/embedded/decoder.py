@@ -33,25 +33,40 @@ class Prompts:
     length: int
 
 
-class Rope:
-    """Cosines and signed sines of the rotary embedding, [positions, head_dim], in the engine's dtype.
+class Tables:
+    """What depends on positions alone: rotary embedding and causal mask, for positions [0, `length`).
 
-    `rotate(x) = x * cos + roll(x, head_dim / 2) * sin` with the sign of the first half of `sin` flipped equals
-    Hugging Face's rotate_half form.
+    Attributes:
+        rotary_p2d: cosines and signed sines, [positions, 2, head_dim], in the engine's dtype.
+            `rotate(x) = x * cos + roll(x, head_dim / 2) * sin` with the sign of the first half of `sin` flipped equals
+            Hugging Face's rotate_half form.
+        mask_pp: row `length - 1 - p` is what is added to the scores of a token at position p: 0 up to there, then
+            -inf. A window that slides over one vector, so it takes no memory.
     """
 
     def __init__(self, hf: HFConfig, dtype: torch.dtype) -> None:
-        self._inverse_d = inverse_frequencies(hf)
-        self._dtype = dtype
-        self.cos_pd = self.sin_pd = torch.empty(0, hf.head_dim, dtype=dtype)
+        self._inverse_d, self._dtype = inverse_frequencies(hf), dtype
+        self.length = 0
 
-    def reserve(self, positions: int) -> None:
-        """Have the tables for positions [0, positions)."""
-        if positions <= self.cos_pd.shape[0]:
+    def reserve(self, length: int) -> None:
+        """Have the tables for positions [0, length)."""
+        if length <= self.length:
             return
-        angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * self._inverse_d
-        self.cos_pd = torch.cat([angles.cos(), angles.cos()], -1).to(self._dtype)
-        self.sin_pd = torch.cat([-angles.sin(), angles.sin()], -1).to(self._dtype)
+        self.length = length
+        angles = torch.arange(length, dtype=torch.float32).unsqueeze(1) * self._inverse_d
+        cos, sin = angles.cos(), angles.sin()
+        self.rotary_p2d = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1).to(self._dtype)
+        window = torch.zeros(2 * length, dtype=self._dtype)
+        window[length:] = -math.inf
+        self.mask_pp = window.as_strided((length, length), (1, 1))
+
+    def rotary(self, positions_t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each [T, 1, head_dim]."""
+        return self.rotary_p2d[positions_t].split(1, 1)
+
+    def mask(self, positions_t: torch.Tensor, length: int) -> torch.Tensor:
+        """[T, length]."""
+        return self.mask_pp[:, :length].index_select(0, self.length - 1 - positions_t)
 
 
 def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
@@ -70,7 +85,7 @@ class Decoder:
 
     def __init__(self, weights: Weights) -> None:
         self.weights, self.hf = weights, weights.hf
-        self._rope = Rope(self.hf, weights.dtype)
+        self._tables = Tables(self.hf, weights.dtype)
         self._eps = torch.tensor(self.hf.norm_eps)
         per_key = self.hf.heads // self.hf.kv_heads * self.hf.head_dim
         self._fewest_keys = aligned(-(-SMALL_PRODUCT // per_key))  # so every piece of a sum takes the same kernel
@@ -92,8 +107,8 @@ class Decoder:
         """
         hf, heads = self.hf, self.hf.heads
         positions_t = torch.cat([torch.arange(part.length).repeat(part.count) for part in parts])
-        self._rope.reserve(max(part.length for part in parts))
-        cos, sin = self._rope.cos_pd[positions_t].unsqueeze(1), self._rope.sin_pd[positions_t].unsqueeze(1)
+        self._tables.reserve(max(part.length for part in parts))
+        cos, sin = self._tables.rotary(positions_t)
         kv = torch.empty(hf.layers, 2, hf.kv_heads, len(tokens_t), hf.head_dim, dtype=self.weights.dtype)
         hidden_th = self.weights.embedding_vh[tokens_t]
         for number, layer in enumerate(self.weights.layers):
@@ -129,10 +144,9 @@ class Decoder:
         hf, rows = self.hf, len(tokens_r)
         length += max(0, self._fewest_keys - (length % KEYS_PER_SUM or KEYS_PER_SUM))
         cache.reserve(length)
-        self._rope.reserve(cache.length)
-        cos, sin = self._rope.cos_pd[positions_r].unsqueeze(1), self._rope.sin_pd[positions_r].unsqueeze(1)
-        seen_k1 = positions_r.repeat_interleave(hf.kv_heads).unsqueeze(1)
-        bias = torch.where(torch.arange(length) > seen_k1, -math.inf, 0.0).to(self.weights.dtype).unsqueeze(1)
+        self._tables.reserve(cache.length)
+        cos, sin = self._tables.rotary(positions_r)
+        bias = self._tables.mask(positions_r.unsqueeze(1).expand(-1, hf.kv_heads).flatten(), length).unsqueeze(1)
         place_rn = cache.lanes_rn[:rows] + positions_r.unsqueeze(1)
         # one view of all layers each, taken apart once: views cost as much as a small product
         lanes = rows * hf.kv_heads

@@ -19,13 +19,17 @@ def _mix(state_r: np.ndarray) -> np.ndarray:
     return state_r ^ (state_r >> np.uint64(31))
 
 
-def uniforms(seeds_r: np.ndarray, positions_r: np.ndarray) -> np.ndarray:
+def seed_keys(seeds_r: np.ndarray) -> np.ndarray:
+    """What `uniforms` takes of seeds; both uint64 [R]. Neighbouring seeds get unrelated keys."""
+    return _mix(seeds_r + _GOLDEN)
+
+
+def uniforms(keys_r: np.ndarray, positions_r: np.ndarray) -> np.ndarray:
     """float64 [R] in [0, 1), multiples of 2^-52: a hash of (seed, position); both uint64 [R].
 
     A counter-based generator has no state: the number of a position is the same whenever and wherever it is asked.
     """
-    mixed = _mix(_mix(seeds_r + _GOLDEN) + (positions_r + np.uint64(1)) * _GOLDEN)
-    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return (_mix(keys_r + (positions_r + np.uint64(1)) * _GOLDEN) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 @torch.inference_mode()

@@ -111,7 +111,7 @@ class Scheduler:
                                          self._cache, aligned(int(positions_r.max()) + 1))
         tokens_r, logprobs_r = sample(
             logits_rv, table.temperature[:rows], table.top_p[:rows], table.top_k[:rows], table.min_p[:rows],
-            uniforms(table.seeds[:rows], positions_r.astype(np.uint64) + np.uint64(1)))
+            uniforms(table.seed_keys[:rows], positions_r.astype(np.uint64) + np.uint64(1)))
         self._take(live, tokens_r[live], logprobs_r[live])
         return True
 

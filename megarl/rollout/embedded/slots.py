@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megarl.rollout.embedded.requests import Sequence
-from megarl.rollout.embedded.sampler import OFF_TOP_K
+from megarl.rollout.embedded.sampler import OFF_TOP_K, seed_keys
 
 
 class SlotTable:
@@ -14,21 +14,21 @@ class SlotTable:
     Attributes:
         tokens, positions: int64, the newest token and where it stands in its sequence.
         counts, limits: int64, output tokens so far and at most.
-        seeds: uint64. temperature: float32. top_p, min_p: float64. top_k: int64.
+        seed_keys: uint64. temperature: float32. top_p, min_p: float64. top_k: int64.
         stop_ids: int64 [rows, width], filled up with -1.
         out_ids: int64 [rows, room], out_logprobs: float32 [rows, room].
         sequences: the sequence in each slot, or None.
     """
 
-    _ARRAYS = ("tokens", "positions", "counts", "limits", "seeds", "temperature", "top_p", "top_k", "min_p", "stop_ids",
-               "out_ids", "out_logprobs")
+    _ARRAYS = ("tokens", "positions", "counts", "limits", "seed_keys", "temperature", "top_p", "top_k", "min_p",
+               "stop_ids", "out_ids", "out_logprobs")
 
     def __init__(self, rows: int, usable: int) -> None:
         self.usable = usable
         self._taken = np.zeros(rows, bool)
         self.sequences: list[Sequence | None] = [None] * rows
         self.tokens, self.positions, self.counts, self.limits, self.top_k = np.zeros((5, rows), np.int64)
-        self.seeds = np.zeros(rows, np.uint64)
+        self.seed_keys = np.zeros(rows, np.uint64)
         self.temperature = np.ones(rows, np.float32)
         self.top_p, self.min_p = np.ones(rows), np.zeros(rows)
         self.top_k[:] = OFF_TOP_K
@@ -53,7 +53,8 @@ class SlotTable:
         self.sequences[slot], self._taken[slot] = sequence, True
         self.tokens[slot] = sequence.output_ids[-1] if done else prompt[-1]
         self.positions[slot] = len(prompt) + done - 1
-        self.counts[slot], self.limits[slot], self.seeds[slot] = done, params.max_new_tokens, sequence.seed
+        self.counts[slot], self.limits[slot] = done, params.max_new_tokens
+        self.seed_keys[slot] = seed_keys(np.array(sequence.seed, np.uint64)[None])[0]
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = params.temperature, params.top_p, params.min_p
         self.top_k[slot] = OFF_TOP_K if params.top_k == -1 else min(params.top_k, OFF_TOP_K)
         self.stop_ids[slot] = -1
