@@ -17,7 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "fused experts": dict(model_type="qwen3_moe", hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
                           head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64),
     "sorted experts": dict(model_type="qwen3_moe", hidden_size=72, num_attention_heads=6, num_key_value_heads=2,
-                           head_dim=16, num_experts=20, num_experts_per_tok=3, moe_intermediate_size=100),
+                           head_dim=16, num_experts=40, num_experts_per_tok=3, moe_intermediate_size=100),
     "small heads": dict(model_type="qwen3_moe", hidden_size=32, num_attention_heads=4, num_key_value_heads=4,
                         head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "dense": dict(model_type="qwen2", hidden_size=96, num_attention_heads=3, num_key_value_heads=3,
@@ -51,6 +51,7 @@ def differences(settings: dict[str, Any], dtype: str) -> list[str]:
     for view in weights.views.values():
         view.copy_(torch.randn(view.shape, generator=source) * 0.15 + (view.dim() == 1))
     weights.refresh()
+    assert weights.fused_experts == (settings.get("num_experts") != 40)
 
     def body(length: int, **params: Any) -> dict[str, Any]:
         prompt = torch.randint(2, 99, (length,), generator=torch.Generator().manual_seed(length)).tolist()

@@ -18,8 +18,8 @@ from megarl.model.hf_config import HFConfig
 from megarl.sync.checksum import tensor_checksum
 
 # Up to this many weights per matrix of all experts together, running every expert on every token costs less than
-# sorting tokens by expert (measured on one core with 16 to 64 rows).
-FUSED_EXPERTS_MOST = 1 << 17
+# sorting tokens by expert (measured on one core with 16 and 64 rows, 8 to 64 experts).
+FUSED_EXPERTS_MOST = 1 << 18
 
 
 @dataclass
