@@ -13,7 +13,7 @@ from megarl.checkpoint.hf_export import save_hf
 from megarl.checkpoint.state import Checkpoints, Progress
 from megarl.cluster.groups import Groups, start_trainers
 from megarl.cluster.partition import Partition
-from megarl.cluster.store import Control
+from megarl.cluster.store import Control, Meeting
 from megarl.config.layout import Layout
 from megarl.config.schema import Config, EvalSetConfig
 from megarl.data.buffer import ExperienceBuffer, Taken
@@ -54,6 +54,7 @@ class Trainer:
         config, run_dir, groups, objective, policy: the run.
         progress: how far it is.
         version: of the weights the engines hold.
+        meet: waits for all trainers, however long some take.
         buffer: where experiences come from.
         report: metrics and console (written by trainer 0).
     """
@@ -64,6 +65,7 @@ class Trainer:
     groups: Groups
     objective: Objective
     policy: Policy
+    meet: Meeting
     checkpoints: Checkpoints
     publisher: WeightPublisher
     buffer: ExperienceBuffer
@@ -94,9 +96,11 @@ class Trainer:
             if self.config.observe.rollouts:
                 write_rollouts(self.run_dir, self.progress.step, dist.get_rank(), found, prefix=f"eval_{name}_")
 
-        if self.sampling is not None and self.sampling.sets:
+        if self.sampling is None:
+            self.meet()
+        else:
             self.report.add(evaluate(self.sampling.sets, self.sampling.generator, self.groups, self.config.run.seed,
-                                     self.version, record))
+                                     self.version, record, self.meet))
 
     def record(self, taken: Taken) -> None:
         """Say what went wrong with the step's samples; write them as JSONL if it is their turn."""
@@ -162,12 +166,14 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
         fleet = _fleet(config, control) if partition.rank == 0 else None
         if fleet is not None:
             fleet.wait_ready(config.cluster.start_timeout_s, lambda up, of: report.say(f"engines up: {up} of {of}"))
+        meet = Meeting(control.store, partition.trainers)
+        meet()
         publisher = WeightPublisher(policy.chunks, hf, layout, config, address=control.address,
                                     generation=control.generation, fleet=fleet)
         stack.callback(publisher.close)
-        buffer = ExperienceBuffer(_collector(config, sampling), groups, _term_names(config))
-        yield Trainer(config, run_dir, control, groups, objective, policy, checkpoints, publisher, buffer, sampling,
-                      report, progress, tokenizer.pad_token_id or 0)
+        buffer = ExperienceBuffer(_collector(config, sampling), groups, _term_names(config), meet)
+        yield Trainer(config, run_dir, control, groups, objective, policy, meet, checkpoints, publisher, buffer,
+                      sampling, report, progress, tokenizer.pad_token_id or 0)
         dist.barrier()
     dist.destroy_process_group()  # not after a failure: peers may be gone, and waiting for them would hide it
 

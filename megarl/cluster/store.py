@@ -7,6 +7,7 @@ life of the job, so that a straggler of an earlier life cannot meddle.
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 import secrets
 import socket
@@ -49,7 +50,8 @@ def connect(partition: Partition, cluster: ClusterConfig) -> Control:
     timeout = datetime.timedelta(seconds=cluster.start_timeout_s)
     try:
         meeting, _, _ = next(dist.rendezvous("env://", partition.rank, partition.world, timeout=timeout))
-        address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        one_host = int(os.environ.get("LOCAL_WORLD_SIZE", partition.world)) == partition.world
+        address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), one_host)
         server, place = None, cluster.store
         if partition.rank == 0:
             if place == "auto":
@@ -66,15 +68,52 @@ def connect(partition: Partition, cluster: ClusterConfig) -> Control:
     return Control(dist.PrefixStore(generation, client), generation, address, (meeting, client))
 
 
-def own_address(towards: str) -> str:
-    """The address of the interface by which this host reaches `towards` (loopback where that is this host)."""
+class Meeting:
+    """Where the trainers wait for each other without a time limit; called by all of them, the same number of times.
+
+    A collective's timeout (`cluster.timeout_s`) says that a peer is lost. What only some ranks do and what may rightly
+    take longer (sampling, evaluating, starting engines) must not keep the others waiting in a collective: they wait
+    here first. If one dies meanwhile, the launcher ends the job.
+
+    Args:
+        store: the control store.
+        trainers: how many come.
+    """
+
+    def __init__(self, store: dist.Store, trainers: int) -> None:
+        self._store, self._trainers, self._turn = dist.PrefixStore("meeting", store), trainers, 0
+
+    def __call__(self) -> None:
+        """Return when all have come.
+
+        Raises:
+            torch.distributed.DistError: the control store is gone.
+        """
+        self._turn += 1
+        here, begun = self._store.add(str(self._turn), 1), time.monotonic()
+        while here < self._trainers:
+            time.sleep(min(max((time.monotonic() - begun) / 50, 0.002), 0.25))
+            here = self._store.add(str(self._turn), 0)
+
+
+def own_address(towards: str, one_host: bool = True) -> str:
+    """The address of the interface by which this host reaches `towards` (loopback where that is this host).
+
+    With `one_host` false never loopback: a host's own name often stands for 127.0.1.1, where nobody else finds it.
+    The interface of the default route is taken then.
+    """
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # a datagram socket sends nothing here, it only picks the route
-            return probe.getsockname()[0]
+        found = _interface(towards)
+        return found if one_host or not ipaddress.ip_address(found).is_loopback else _interface("192.0.2.1")  # no host
     except OSError:
         return "127.0.0.1"
+
+
+def _interface(towards: str) -> str:
+    family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # a datagram socket sends nothing here, it only picks the route
+        return probe.getsockname()[0]
 
 
 def _split(place: str) -> tuple[str, int]:

@@ -72,11 +72,12 @@ class ExperienceBuffer:
         collect: `(step, position, version) -> Collected`, this leader's part of a step; None on other ranks.
         groups: this trainer's groups.
         terms: names of the reward terms, as in `Sample.reward_terms`.
+        meet: waits for all trainers, however long the leaders take.
     """
 
     def __init__(self, collect: Callable[[int, int, str], Collected] | None, groups: Groups,
-                 terms: Sequence[str]) -> None:
-        self._collect, self._groups, self._terms = collect, groups, terms
+                 terms: Sequence[str], meet: Callable[[], None]) -> None:
+        self._collect, self._groups, self._terms, self._meet = collect, groups, terms, meet
 
     def take(self, step: int, position: int, version: str) -> Taken:
         """The samples of `step`, whose prompts begin at `position`, made with weights `version`.
@@ -88,8 +89,9 @@ class ExperienceBuffer:
         """
         local, found, metrics, problems = None, [], {}, ""
         after = torch.zeros(1, dtype=torch.int64, device=device.current())
-        if self._collect is not None:
-            collected = self._collect(step, position, version)
+        collected = self._collect(step, position, version) if self._collect is not None else None
+        self._meet()
+        if collected is not None:
             found = collected.groups
             local = SampleBatch.from_groups(found)
             local = local.select(np.flatnonzero(~np.isnan(local.rewards)))

@@ -12,7 +12,8 @@ from megarl.rollout.generate import Generator
 
 
 def evaluate(sets: list[tuple[str, EvalSetConfig, list[Prompt]]], generator: Generator, groups: Groups,
-             seed: int, version: str, record: Callable[[str, list[Group]], None]) -> dict[str, float]:
+             seed: int, version: str, record: Callable[[str, list[Group]], None],
+             meet: Callable[[], None]) -> dict[str, float]:
     """Metrics of every set, `eval/<set>/...` as `averages` names them.
 
     Collective over the leaders; the result is the same on all of them.
@@ -23,12 +24,17 @@ def evaluate(sets: list[tuple[str, EvalSetConfig, list[Prompt]]], generator: Gen
         seed: of the sampling; the same seed samples the same answers from the same weights.
         version: of the weights that are published.
         record: called with each set's name and this leader's groups.
+        meet: waits for the others, however long they take; called once.
     """
-    metrics: dict[str, float] = {}
+    mine: list[dict[str, float]] = []
     for name, chosen, prompts in sets:
         collected = generator.generate_eval(prompts, chosen.sampling, seed, version=version)
         record(name, collected.groups)
-        total = sum_named(sums(collected.groups, chosen), groups.leaders)
+        mine.append(sums(collected.groups, chosen))
+    meet()
+    metrics: dict[str, float] = {}
+    for (name, chosen, prompts), part in zip(sets, mine, strict=True):
+        total = sum_named(part, groups.leaders)
         metrics |= {f"eval/{name}/{key}": value for key, value in averages(total, chosen, len(prompts)).items()}
     return metrics
 

@@ -45,5 +45,33 @@ def _compare(rank: int) -> list[str]:
     return wrong
 
 
+def _wait_long(rank: int) -> list[int]:
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from megarl.cluster.store import Meeting
+
+    place = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None]
+    port = [place[0].port if rank == 0 else 0]
+    dist.broadcast_object_list(port)
+    meet = Meeting(place[0] or dist.TCPStore("127.0.0.1", port[0], is_master=False), 2)
+    impatient = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    sums = []
+    for late in (1, 0):
+        if rank == late:
+            time.sleep(3)
+        meet()
+        total = torch.tensor([rank + 1])
+        dist.all_reduce(total, group=impatient)
+        sums.append(int(total))
+    return sums
+
+
+def test_a_meeting_waits_longer_than_a_collective():
+    assert run_world(2, _wait_long) == [[3, 3]] * 2
+
+
 def test_groups_agree_with_megatron():
     assert run_world(8, _compare) == [[]] * 8
