@@ -68,8 +68,9 @@ def run_main(main: Callable[[list[str]], None], argv: list[str]) -> int:
     that megarl did not foresee also prints its traceback to stderr.
 
     Returns:
-        0; 64 for a mistake, also a missing package and a command line that argparse refused; 75 for a fault, also a
-        lost peer or a timeout of torch.distributed; 130 for Ctrl-C; 1 for anything else, which is a bug.
+        0; 64 for a mistake, also a missing package, a command line that argparse refused, and a model or batch too
+        large for the device; 75 for a fault, also a lost peer or a timeout of torch.distributed and an error of the
+        device; 130 for Ctrl-C; 1 for anything else, which is a bug.
     """
     try:
         main(argv)
@@ -96,6 +97,10 @@ def _unforeseen(error: Exception) -> tuple[int, str]:
     if isinstance(error, ModuleNotFoundError) and not (error.name or "megarl").startswith("megarl"):
         return EXIT_MISTAKE, f"the package {error.name} is not installed\n  remedy: run: bash launch/setup.sh"
     summary = str(error).strip().splitlines()[:1] or [""]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return EXIT_MISTAKE, (f"{summary[0]}\n  remedy: lower batch.max_tokens, set model.recompute: full, or "
+                              f"spread the model over more devices (parallel){_log_hint()}")
     return (EXIT_FAULT if _is_fault(error) else EXIT_BUG), f"{type(error).__name__}: {summary[0]}{_log_hint()}"
 
 
@@ -109,6 +114,8 @@ def _is_fault(error: Exception) -> bool:
     """Whether the network or a peer is to blame. If torch was never loaded, it did not raise: no import here."""
     torch = sys.modules.get("torch")
     kinds: tuple[type, ...] = (ConnectionError, TimeoutError)
+    if torch is not None:
+        kinds += (torch.AcceleratorError,)
     if torch is not None and torch.distributed.is_available():
         kinds += (torch.distributed.DistError,)
     # gloo reports a lost peer or a timeout as a plain RuntimeError that names gloo or one of its source files

@@ -67,9 +67,12 @@ def test_only_the_first_failure_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["exit.json"]
 
 
-def test_distributed_errors_are_faults() -> None:
+def test_torchs_errors(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     assert "torch" in sys.modules
+    assert run_main(ends_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")), []) == 64
+    assert "error: CUDA out of memory. Tried to allocate 2 GiB\n  remedy: lower batch" in capsys.readouterr().err
+    assert run_main(ends_with(torch.AcceleratorError("uncorrectable ECC error encountered")), []) == 75
     assert run_main(ends_with(torch.distributed.DistBackendError("NCCL")), []) == 75
     assert run_main(ends_with(torch.distributed.DistStoreError("wait timeout")), []) == 75
