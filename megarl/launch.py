@@ -132,7 +132,7 @@ def launch(argv: list[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     arguments = parser.parse_args(argv)
     config, report = load_checked(arguments.config, arguments.overrides)
-    versions.check()
+    versions.check(config.run.require_apex)
     run_dir = Path(config.run.dir).absolute()
     told = "\n".join([*(f"note: {note}" for note in report.notes), f"run directory: {run_dir}"])
     if arguments.check:
@@ -144,8 +144,13 @@ def launch(argv: list[str]) -> None:
     if node.rank == 0:
         (run_dir / "exit.json").unlink(missing_ok=True)  # of an earlier life
         print(told, flush=True)
-    status = _run(node.command(logs, [arguments.config, *arguments.overrides]),
-                  {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}, logs / "torchrun.log")
+    environment = {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}
+    try:
+        status = _run(node.command(logs, [arguments.config, *arguments.overrides]), environment, logs / "torchrun.log")
+    except KeyboardInterrupt:
+        (run_dir / "exit.json").unlink(missing_ok=True)  # what the ranks made of being ended is no fault
+        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
+        raise
     if status:
         raise _failure(run_dir, logs, node)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+from pathlib import Path
 
 # known to work together on a CPU
 CPU = {"torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.24.0"}
@@ -10,8 +12,11 @@ CPU = {"torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.24.0"}
 RANGES = {"torch": ">=2.6,<3", "megatron-core": ">=0.16.1,<0.17", "transformers": ">=5.19,<6"}
 
 
-def check() -> None:
+def check(require_apex: bool = False) -> None:
     """Compare the installed versions with RANGES.
+
+    Args:
+        require_apex: whether NVIDIA apex must be there too.
 
     Raises:
         UserMistake: a package is missing or outside its range.
@@ -28,3 +33,16 @@ def check() -> None:
             raise UserMistake(f"the package {package} is not installed", "environment", remedy) from None
         if not SpecifierSet(wanted).contains(version, prereleases=True):
             raise UserMistake(f"{package} {version} is not {wanted}", "environment", remedy)
+    if require_apex and apex() != "nvidia":
+        what = {"none": "NVIDIA apex is not installed", "unrelated": "the package apex here is not NVIDIA's"}[apex()]
+        raise UserMistake(what, "run.require_apex", "build github.com/NVIDIA/apex (pip install apex brings another "
+                                                    "package), or set it to false")
+
+
+def apex() -> str:
+    """`nvidia`, `unrelated` (the package that `pip install apex` brings) or `none`."""
+    found = importlib.util.find_spec("apex")
+    if found is None:
+        return "none"
+    places = found.submodule_search_locations or ()
+    return "nvidia" if any((Path(place) / "multi_tensor_apply").is_dir() for place in places) else "unrelated"

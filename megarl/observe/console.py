@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 
 import torch
 
 from megarl.cluster import device
+from megarl.versions import apex
 
 _COLUMNS = (
     ("reward/mean", "reward", "{:.3f}"),
@@ -33,16 +33,6 @@ def versions() -> dict[str, str]:
             found[package] = "none"
     found["apex"] = apex()
     return {**found, **device.accelerator_versions()}
-
-
-def apex() -> str:
-    """`nvidia`, `unrelated` (the package that `pip install apex` brings) or `none`."""
-    if importlib.util.find_spec("apex") is None:
-        return "none"
-    try:
-        return "nvidia" if importlib.util.find_spec("apex.multi_tensor_apply") else "unrelated"
-    except ModuleNotFoundError:
-        return "unrelated"
 
 
 def banner(lines: dict[str, str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -35,3 +37,25 @@ def test_others_are_refused(found: str | None, told: str, monkeypatch: pytest.Mo
     with pytest.raises(UserMistake) as caught:
         versions.check()
     assert caught.value.line() == told + "; run bash launch/setup.sh, or: pip install 'megatron-core>=0.16.1,<0.17'"
+
+
+@pytest.mark.parametrize(("place", "kind", "told"), [
+    (None, "none", "NVIDIA apex is not installed"),
+    ("apex", "unrelated", "the package apex here is not NVIDIA's"),
+    ("apex/multi_tensor_apply", "nvidia", ""),
+])
+def test_apex_is_told_from_its_namesake(place: str | None, kind: str, told: str, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    if place is None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    else:
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('looked at, never imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert versions.apex() == kind
+    versions.check()
+    if not told:
+        versions.check(require_apex=True)
+        return
+    with pytest.raises(UserMistake, match=f"run.require_apex: {told}"):
+        versions.check(require_apex=True)
