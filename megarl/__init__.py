@@ -1,3 +1,3 @@
-"""megarl: Megatron-based 3D-parallel RL training of language models, with SGLang doing the sampling."""
+"""megarl: Megatron-based 3D-parallel RL training of language models, with sampling in a partition of its own."""
 
 __version__ = "0.1.0"

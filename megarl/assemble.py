@@ -20,6 +20,7 @@ from megarl.data.buffer import ExperienceBuffer, Taken
 from megarl.data.prompts import PromptStream, load_eval_set
 from megarl.data.sample import Group, Prompt
 from megarl.data.tokenizer import decoder, load_tokenizer
+from megarl.errors import UserMistake
 from megarl.model.hf_config import HFConfig
 from megarl.objective.advantages import has_signal
 from megarl.objective.recipes import Objective, resolve
@@ -106,8 +107,9 @@ class Trainer:
         """Say what went wrong with the step's samples; write them as JSONL if it is their turn."""
         if taken.problems:
             print(taken.problems, flush=True)
-        if taken.groups and self.due(self.config.observe.rollouts):
-            write_rollouts(self.run_dir, self.progress.step, dist.get_rank(), taken.groups)
+        every, step = self.config.observe.rollouts, self.progress.step + 1  # the number its metrics will have
+        if taken.groups and every and step % every == 0:
+            write_rollouts(self.run_dir, step, dist.get_rank(), taken.groups)
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due with so many steps finished; 0 is never."""
@@ -128,6 +130,7 @@ class Trainer:
         if self.config.checkpoint.export:
             save_hf(self.policy.chunks, self.policy.hf, self.groups.layout, self.config.model.path,
                     self.run_dir / "export")
+            self.report.say(f"exported to {self.run_dir / 'export'}")
 
 
 @contextmanager
@@ -142,14 +145,21 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             stack.callback(request_stop, control.store, "the trainers have ended")
         groups = start_trainers(layout, partition.rank, control.store, config.cluster.timeout_s, config.run.seed)
         policy = Policy(config, hf, groups, objective)
-        checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep, policy.optimizer,
-                                  {"model": hf.raw, "objective": objective.describe()})
-        newest = checkpoints.newest() if config.checkpoint.resume else None
+        checkpoints = Checkpoints(
+            run_dir / "checkpoints", config.checkpoint.keep, policy.optimizer,
+            {"model": hf.raw, "objective": objective.describe(), "layout": layout.describe()},
+            config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "eval": True}))
+        newest = checkpoints.newest()
+        if newest and not config.checkpoint.resume:
+            raise UserMistake(f"{newest} is of an earlier run", "run.dir",
+                              "use another directory, remove that run, or set checkpoint.resume: true")
         progress = checkpoints.load(newest) if newest else Progress()
         report = stack.enter_context(Reporter(config, run_dir, groups, progress.step + 1 if newest else 0))
         report.say(banner({"layout": f"{layout.describe()} + {partition.rollouts} rollout", "objective":
                            objective.describe(), "model": f"{hf.family} {config.model.path}",
                            "implementation": policy.chunks[0].implementation, "resumed": str(newest or "no")}))
+        for key, (before, now) in checkpoints.changed.items():
+            report.say(f"changed since {newest.name}: {key} was {before}, is {now}")
         sampling = None
         if groups.is_leader:
             pool = stack.enter_context(RewardPool(config.reward))

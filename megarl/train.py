@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def train(config: Config, trainer: Trainer) -> None:
     """Sample, score, learn, publish; until the run's steps are done.
 
-    Synchronous training is asynchronous training with a lag of 0: the buffer decides how far sampling runs ahead.
+    One step: the leaders have the engines answer the step's prompts and score the answers (Taken); a packing plan,
+    computed by every rank from the same table, says who trains what, and the samples move there (Experience, its
+    Minibatches and PackedBatches); log-probs with the weights as they are; advantages; one optimizer step for each
+    minibatch; the new weights go to the engines.
     """
     report, policy = trainer.report, trainer.policy
     trainer.publish()

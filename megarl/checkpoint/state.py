@@ -45,13 +45,19 @@ class Checkpoints:
         directory: run_dir/checkpoints.
         keep: how many of the newest are kept.
         optimizer: with its DDP-wrapped chunks.
-        identity: what must be equal for a resume to mean the same run (model, objective, ...); stored, compared on
-            load, and shown where it differs.
+        identity: what must be equal for a resume to mean the same run; stored, and compared on load.
+        settings: plain values, nested; stored, and where they differ on load `changed` tells.
+
+    Attributes:
+        changed: dotted key -> (value in the loaded checkpoint, value now).
     """
 
-    def __init__(self, directory: Path, keep: int, optimizer: Optimizer, identity: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, keep: int, optimizer: Optimizer, identity: dict[str, Any],
+                 settings: dict[str, Any] | None = None) -> None:
         self._directory, self._keep, self._optimizer = directory, keep, optimizer
         self._identity = json.loads(json.dumps(identity, default=str))
+        self._settings = json.loads(json.dumps(settings or {}))
+        self.changed: dict[str, tuple[Any, Any]] = {}
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, None if there is none."""
@@ -87,12 +93,15 @@ class Checkpoints:
         """Restore everything from `path`; returns how far that run was.
 
         Raises:
-            UserMistake: the checkpoint belongs to another model or objective (the first difference is named).
+            UserMistake: the checkpoint's identity is another (the first difference is named).
         """
         from megatron.core import dist_checkpointing
 
         common = dist_checkpointing.load_common_state_dict(str(path))
         self._refuse_another_run(path, common["identity"])
+        before, now = _flat(common["settings"]), _flat(self._settings)
+        self.changed = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())
+                        if before.get(key) != now.get(key)}
         same_world = common["world"] == dist.get_world_size()  # another world draws its own random numbers
         state = dist_checkpointing.load(self._state(Progress(), loading=True, with_random=same_world), str(path))
         for number, chunk in enumerate(self._optimizer.chunks):
@@ -117,6 +126,7 @@ class Checkpoints:
         if with_random:
             state["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
         state |= {"progress": dataclasses.asdict(progress), "identity": self._identity, "world": world,
+                  "settings": self._settings,
                   "updates": self._optimizer.updates}
         return state
 
@@ -125,6 +135,14 @@ class Checkpoints:
             if saved.get(key) != self._identity.get(key):
                 raise UserMistake(f"it was made with {key} = {saved.get(key)}, this run has {self._identity.get(key)}",
                                   str(path), "change the config back, or use another run.dir")
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values under dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _random_state() -> dict[str, Any]:

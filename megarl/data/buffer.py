@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl.cluster import device
 from megarl.cluster.groups import Groups, from_leader, sum_named
@@ -20,7 +21,7 @@ from megarl.data.exchange import gather_table
 from megarl.data.ragged import SampleBatch
 from megarl.data.sample import Group
 from megarl.data.table import SampleTable
-from megarl.errors import MachineFault
+from megarl.errors import MachineFault, UserMistake
 
 _COUNTS = ("response_tokens", "prompt_tokens", "cached_tokens", "samples", "truncated", "retries", "dropped")
 
@@ -29,6 +30,9 @@ class Report(Protocol):
     """What scoring says of a group (see `reward.pool.ScoreReport`)."""
 
     failed: int
+
+    def add(self, other: Report) -> None:
+        """Take in the report on other samples."""
 
     def describe(self) -> str:
         """What failed, in a few lines; "" if nothing did."""
@@ -85,7 +89,8 @@ class ExperienceBuffer:
         Samples without a reward (it failed, and reward.on_error is drop) are left out.
 
         Raises:
-            MachineFault: no sample of the step has a reward.
+            UserMistake: no sample of the step has a reward because rewards failed.
+            MachineFault: no sample of the step is left for another reason.
         """
         local, found, metrics, problems = None, [], {}, ""
         after = torch.zeros(1, dtype=torch.int64, device=device.current())
@@ -97,10 +102,10 @@ class ExperienceBuffer:
             local = local.select(np.flatnonzero(~np.isnan(local.rewards)))
             after.fill_(collected.next_position)
             metrics = self._measure(collected)
-            problems = "\n".join(report.describe() for report in collected.reports if report.failed)
+            problems = _problems(collected.reports)
         table = gather_table(local, self._groups)
         if not len(table):
-            raise MachineFault(f"no sample of step {step} can be trained on: all were dropped or filtered")
+            _refuse_empty(step, problems)
         return Taken(local, found, table, int(from_leader(after, self._groups)), metrics, problems)
 
     def _measure(self, collected: Collected) -> dict[str, float]:
@@ -128,3 +133,23 @@ class ExperienceBuffer:
             metrics |= {f"reward/{term}": total[f"term {term}"] / max(total[f"count {term}"], 1)
                         for term in self._terms}
         return metrics
+
+
+def _problems(reports: list[Report]) -> str:
+    """What failed in all of a leader's reports together."""
+    if not reports:
+        return ""
+    total = reports[0]
+    for other in reports[1:]:
+        total.add(other)
+    return total.describe()
+
+
+def _refuse_empty(step: int, problems: str) -> None:
+    """End a run that has nothing to train on, with the same words on every trainer."""
+    told = [problems]
+    dist.broadcast_object_list(told, src=0, device=device.current())
+    if told[0]:
+        raise UserMistake(f"no sample of step {step} has a reward\n{told[0]}", "reward.terms",
+                          "correct the reward function, or set reward.on_error: value")
+    raise MachineFault(f"no sample of step {step} can be trained on: all were dropped or filtered")

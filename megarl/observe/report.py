@@ -13,6 +13,8 @@ from megarl.observe.console import step_line
 from megarl.observe.curve import draw_reward
 from megarl.observe.metrics import MetricWriter, Phases
 
+_TRAINING = ("rollout", "logprobs", "update", "publish")  # what every step does
+
 
 class Reporter:
     """Metrics, console line and reward curve of a run. Every trainer has one, trainer 0 writes. A context manager.
@@ -38,7 +40,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """Print on trainer 0."""
-        if self._writes and self._config.observe.progress:
+        if self._writes:
             print(text, flush=True)
 
     def add(self, values: dict[str, float]) -> None:
@@ -58,14 +60,16 @@ class Reporter:
     def step(self, step: int) -> None:
         """Tell step number `step` (finished steps, so 0 is before the first) and forget its numbers."""
         values = {**self._values, **self.phases.take()}
-        seconds = math.fsum(value for name, value in values.items() if name.startswith("seconds/"))
-        if "tokens/trained" in values and seconds:
-            values["speed/tokens_per_second"] = values["tokens/trained"] / seconds
+        seconds = math.fsum(values.get(f"seconds/{phase}", 0.0) for phase in _TRAINING)
+        if "tokens/real" in values and seconds:
+            values["speed/tokens_per_second"] = values["tokens/real"] / seconds
         values["memory/peak_gb"] = device.peak_memory() / 1e9
         self._values = {}
         if not self._writes:
             return
         self._writer.write(step, values)
+        if not self._config.observe.progress:
+            return
         if step:
             self.say(step_line(step, self._config.run.steps, values))
         for name, value in values.items():

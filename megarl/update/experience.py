@@ -127,7 +127,7 @@ class Experience:
     def metrics(self) -> dict[str, float]:
         """Sizes and packing of the step, the same on all trainers."""
         plans = [minibatch.plan for minibatch in self.minibatches]
-        return {"tokens/trained": float(sum(minibatch.real_tokens for minibatch in self.minibatches)),
+        return {"tokens/real": float(sum(minibatch.real_tokens for minibatch in self.minibatches)),
                 "tokens/response": float(sum(minibatch.trained_tokens for minibatch in self.minibatches)),
                 "packing/microbatches": float(sum(plan.slots for plan in plans)),
                 "packing/balance": sum(plan.balance for plan in plans) / len(plans),

@@ -1,7 +1,7 @@
 """Megatron-core's DDP and (distributed) optimizer, set up so that gradients are sums and masters are fp32.
 
-The loss that reaches backward is already divided by global denominators (DESIGN, numerics contract), so data-parallel
-ranks add their gradients: `calculate_per_token_loss` in the model's config makes DDP's scaling 1.
+The loss that reaches backward is already divided by global denominators (objective.advantages.token_weights), so
+data-parallel ranks add their gradients: `calculate_per_token_loss` in the model's config makes DDP's scaling 1.
 """
 
 from __future__ import annotations

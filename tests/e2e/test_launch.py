@@ -79,4 +79,6 @@ def test_a_signal_leaves_nothing_behind(folder: Path, number: signal.Signals) ->
         time.sleep(0.05)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err == "" and alive(folder) == []
+    assert process.returncode == 130 and alive(folder) == []
+    assert err == "interrupted; the same command goes on from the newest checkpoint\n"
+    assert not (folder / "run" / "exit.json").exists()
