@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import _abort_process_group, _new_process_group_helper, _world
 
 from megarl.cluster import device
 from megarl.rollout.client import EngineClient
@@ -61,7 +61,12 @@ class Broadcast:
         self._group = joining.result()
 
     def _join(self, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
-        """SGLang's layers of prefixes: the name here, the name with a slash inside the helper."""
+        """SGLang's layers of prefixes: the name here, the name with a slash inside the helper.
+
+        NCCL's watchdog ends the process at a timeout: an engine's own must come first, and name the engine.
+        """
+        if self._backend == "nccl":
+            timeout *= 2
         group, _ = _new_process_group_helper(size, 0, [], dist.Backend(self._backend),
                                              dist.PrefixStore(self._name, self._store), group_name=self._name,
                                              timeout=timeout)
@@ -87,11 +92,15 @@ class Broadcast:
         await all_well([*posts, _await(sending)], f"send {len(message.names)} tensors from {message.names[0]} on")
 
     def _broadcast(self, flat: torch.Tensor) -> None:
-        if flat.is_cuda:
-            torch.cuda.set_device(flat.device)  # a thread begins with device 0
-        dist.broadcast(flat, src=0, group=self._group)
-        if flat.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        if not flat.is_cuda:
+            dist.broadcast(flat, src=0, group=self._group)
+            return
+        # A thread begins with device 0, and with the main thread's stream, which must not queue up behind an engine
+        # that does not come.
+        stream = torch.cuda.Stream(flat.device)
+        with torch.cuda.stream(stream):  # also switches to its device
+            dist.broadcast(flat, src=0, group=self._group)
+        stream.synchronize()
 
     def finish(self) -> None:
         """Wait until the last bucket has arrived. Raises as `push` does."""
@@ -106,8 +115,8 @@ class Broadcast:
                                 f"leave the group {self._name}"))
 
     def abandon(self) -> None:
-        """Leave the group without telling the engines."""
-        dist.destroy_process_group(self._group)
+        """Leave the group without telling the engines. NCCL would wait for what is under way: it is aborted."""
+        (_abort_process_group if self._backend == "nccl" else dist.destroy_process_group)(self._group)
 
 
 async def _await(future: Future) -> None:
