@@ -2,8 +2,9 @@
 
 `python -m megarl.launch [--check] CONFIG [key.path=value ...]`. Config and packages are checked before any process
 starts; with --check that is all. One node: the number of ranks follows from the config. Several: run this on each node
-with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set (and NPROC_PER_NODE where the nodes differ). torchrun's own
-output and each rank's go to files below `run.dir`/logs; only rank 0's stdout is shown.
+with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, and NPROC_PER_NODE where the nodes differ: node 0 takes the
+first ranks, which are trainers, and no node may get more trainers than it has GPUs. torchrun's own output and each
+rank's go to files below `run.dir`/logs; only rank 0's stdout is shown.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Node:
 
     @classmethod
     def from_env(cls, cluster: ClusterConfig) -> Node:
-        """Read NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
+        """Read NNODES, NODE_RANK, NPROC_PER_NODE (a number, or one for each node: 8,8,4), MASTER_ADDR, MASTER_PORT.
 
         Raises:
             UserMistake: a value is missing, no number, or does not fit the config; or the port is in use.
@@ -61,10 +62,17 @@ class Node:
             raise UserMistake(f"{rank} is not below NNODES ({count})", "NODE_RANK", "number the nodes from 0")
         if count > 1 and "MASTER_ADDR" not in os.environ:
             raise UserMistake(f"must be set for {count} nodes", "MASTER_ADDR", "give node 0's address")
-        if "NPROC_PER_NODE" not in os.environ and total % count:
+        shares = os.environ.get("NPROC_PER_NODE", "").split(",")
+        if shares == [""] and total % count:
             raise UserMistake(f"{count} nodes do not divide the {total} ranks (cluster.trainers + cluster.rollouts)",
-                              "NNODES", "change one of them, or set NPROC_PER_NODE on each node")
-        processes = _number("NPROC_PER_NODE", total // count, low=1)
+                              "NNODES", "change one of them, or set NPROC_PER_NODE to a number for each node: 8,8,4")
+        processes = total // count
+        if shares != [""]:
+            numbers = [_whole("NPROC_PER_NODE", share, low=1) for share in shares]
+            if len(numbers) > 1 and (len(numbers), sum(numbers)) != (count, total):
+                raise UserMistake(f"{','.join(shares)} is not {total} ranks (cluster.trainers + cluster.rollouts) on "
+                                  f"{count} nodes", "NPROC_PER_NODE", "give one number for each node")
+            processes = numbers[rank if len(numbers) > 1 else 0]
         if count == 1 and processes != total:
             raise UserMistake(f"{processes} is not cluster.trainers + cluster.rollouts = {total}", "NPROC_PER_NODE",
                               "leave it unset on one node")
@@ -88,7 +96,10 @@ class Node:
 
 
 def _number(name: str, default: int, low: int = 0) -> int:
-    text = os.environ.get(name, str(default))
+    return _whole(name, os.environ.get(name, str(default)), low)
+
+
+def _whole(name: str, text: str, low: int) -> int:
     if not text.isdigit() or int(text) < low:
         raise UserMistake(f"{text!r} is not a whole number of at least {low}", name)
     return int(text)
