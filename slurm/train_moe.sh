@@ -10,11 +10,12 @@
 #   MASTER_PORT      rendezvous port on the first node (default: 20000 + job id modulo 10000)
 #   CONTAINER_ARGS   further arguments of srun, one string, for example
 #                    "--container-image=/images/megarl.sqsh --container-mounts=$PWD --container-workdir=$PWD"
-#   NPROC_PER_NODE   ranks a node (default: all ranks divided by the nodes)
+#   NPROC_PER_NODE   ranks a node, or a number for each node: 8,8,4 (default: all ranks divided by the nodes)
 # Everything else that is set at submission reaches the ranks too (NCCL_*, GLOO_SOCKET_IFNAME, ...).
 # The job's exit status is that of launch/torchrun.sh: 64 for a mistake to correct, 75 for a fault of the machine.
 #SBATCH --job-name=megarl
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
 set -euo pipefail
@@ -37,7 +38,9 @@ IFS=' ' read -r -a container <<<"${CONTAINER_ARGS:-}"
 on_nodes() { # NUMBER COMMAND...: one task a node, in the container if there is one
     local number="$1"
     shift
-    srun --kill-on-bad-exit=1 --nodes="$number" --ntasks="$number" --ntasks-per-node=1 "${container[@]}" "$@"
+    # one task a node is all of the node's ranks: they need all its cores, not the one that a task is bound to
+    srun --kill-on-bad-exit=1 --cpu-bind=none --nodes="$number" --ntasks="$number" --ntasks-per-node=1 \
+        "${container[@]}" "$@"
 }
 
 checked="$(on_nodes 1 bash launch/torchrun.sh --check "$@")" # a mistake ends the job here, told once
