@@ -65,6 +65,7 @@ def start_trainers(layout: Layout, rank: int, store: dist.Store, timeout_s: floa
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(device.backend(), store=dist.PrefixStore("trainers", store), rank=rank,
                             world_size=layout.world, timeout=timeout)
+    dist.all_reduce(torch.zeros(1, device=device.current()))  # NCCL connects in its first operation, on its device
     return make_groups(layout, timeout, seed)
 
 
