@@ -8,8 +8,8 @@ from pathlib import Path
 
 # known to work together on a CPU
 CPU = {"torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.24.0"}
-# what a cluster's image may bring: torch from where it multiplies bf16 into fp32 (model/head.py), the Megatron-core whose
-# errors model/megatron_fixes.py corrects, transformers with the formats of 5
+# what a cluster's image may bring: torch from where it multiplies bf16 into fp32 (model/head.py), the Megatron-core
+# whose errors model/megatron_fixes.py corrects, transformers with the formats of 5
 RANGES = {"torch": ">=2.8,<3", "megatron-core": ">=0.16.1,<0.17", "transformers": ">=5.19,<6"}
 
 
