@@ -60,6 +60,10 @@ class MachineFault(MegarlError):
     """A lost peer, a timeout, a dead engine: nothing in the user's files explains it."""
 
 
+class Ended(MachineFault):
+    """Ended from outside by a signal. The cause lies elsewhere, so this leaves no `exit.json`."""
+
+
 def run_main(main: Callable[[list[str]], None], argv: list[str]) -> int:
     """Run a program's `main(argv)` and turn the way it ends into an exit status, told once.
 
@@ -77,6 +81,9 @@ def run_main(main: Callable[[list[str]], None], argv: list[str]) -> int:
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except Ended as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.status
     except SystemExit as end:
         if end.code == 2:  # argparse has told
             return EXIT_MISTAKE

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +25,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from megarl import versions
 from megarl.config.check import load_checked
@@ -152,12 +155,14 @@ def launch(argv: list[str]) -> None:
     node = Node.from_env(config.cluster)
     logs = run_dir / "logs" / f"node{node.rank}"
     logs.mkdir(parents=True, exist_ok=True)
+    lock = _lock(run_dir) if node.rank == 0 else None
     if node.rank == 0:
         (run_dir / "exit.json").unlink(missing_ok=True)  # of an earlier life
         print(told, flush=True)
     environment = {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}
     try:
-        status = _run(node.command(logs, [arguments.config, *arguments.overrides]), environment, logs / "torchrun.log")
+        status = _run(node.command(logs, [arguments.config, *arguments.overrides]), environment, logs / "torchrun.log",
+                      lock)
     except KeyboardInterrupt:
         (run_dir / "exit.json").unlink(missing_ok=True)  # what the ranks made of being ended is no fault
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
@@ -173,16 +178,35 @@ def _failure(run_dir: Path, logs: Path, node: Node) -> RanksFailed:
         cause = json.loads(told.read_text())
         message, status = f"rank {cause['rank']}: {cause['message']}", cause["status"]
     else:
-        lines = (logs / "torchrun.log").read_text(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip(" =")), "nothing")
-        message, status = f"a rank ended without telling why; torchrun's last line: {last.strip()}", EXIT_FAULT
+        text = (logs / "torchrun.log").read_text(errors="replace")
+        first = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)
+        what = f"rank {first[1]} ended with exit code {first[2]}" if first else "torchrun ended"
+        killed = " (killed, perhaps for want of memory)" if first and first[2] == "-9" else ""
+        message, status = f"{what}{killed} without telling why", EXIT_FAULT
     if node.rank:
         message = "see node 0's output"
     return RanksFailed(message if status == EXIT_MISTAKE else f"{message}\n  logs: {logs}", status)
 
 
-def _run(command: list[str], environment: dict[str, str], log: Path) -> int:
+def _lock(run_dir: Path) -> IO[str]:
+    """Have the run directory for this run alone, as long as the file is open here or in a child that inherits it.
+
+    Raises:
+        UserMistake: another run is using it, or what is left of one whose launcher was killed.
+    """
+    file = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserMistake(f"another run is using {run_dir}", "run.dir",
+                          "wait for it, end its torchrun, or use another directory") from None
+    return file
+
+
+def _run(command: list[str], environment: dict[str, str], log: Path, lock: IO[str] | None) -> int:
     """Run torchrun until it ends; leaves no process behind, also when a signal ends it.
+
+    torchrun inherits the lock on the run directory: if this process is killed, what it leaves running keeps it.
 
     torchrun gets a session of its own: a terminal's Ctrl-C reaches only this process, which then ends it by SIGTERM.
     """
@@ -196,7 +220,8 @@ def _run(command: list[str], environment: dict[str, str], log: Path) -> int:
     try:
         with log.open("w") as file:
             process = subprocess.Popen(command, env=environment | dict([mark.split("=")]), stdin=subprocess.DEVNULL,
-                                       stderr=file, start_new_session=True)
+                                       stderr=file, start_new_session=True,
+                                       pass_fds=[lock.fileno()] if lock else [])
         deadline = math.inf
         while process.poll() is None:
             if signals and deadline == math.inf:

@@ -24,6 +24,8 @@ def train(config: Config, trainer: Trainer) -> None:
     minibatch; the new weights go to the engines.
     """
     report, policy = trainer.report, trainer.policy
+    if trainer.progress.step >= config.run.steps:
+        report.say(f"step {trainer.progress.step} of {config.run.steps} was reached before; nothing to train")
     trainer.publish()
     if trainer.progress.step == 0 and config.eval.before_start:
         trainer.evaluate()

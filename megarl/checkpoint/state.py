@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.cluster import device
-from megarl.errors import UserMistake
+from megarl.errors import MachineFault, UserMistake
 from megarl.update.optimizer import Optimizer
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -61,30 +63,41 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, None if there is none."""
-        found = sorted(self._directory.glob("step_*"))
+        found = self._whole()
         return found[-1] if found else None
 
+    def _whole(self) -> list[Path]:
+        """The run's own checkpoints, oldest first; a copy that somebody made under another name is not one."""
+        return sorted(path for path in self._directory.glob("step_*") if re.fullmatch(r"step_\d{8}", path.name))
+
     def save(self, progress: Progress) -> Path:
-        """Write a checkpoint for `progress`; returns its directory. Older ones beyond `keep` are removed."""
+        """Write a checkpoint for `progress`; returns its directory. Older ones beyond `keep` are removed.
+
+        Raises:
+            MachineFault: a rank could not write (a full disk, say); earlier checkpoints are untouched.
+        """
         from megatron.core import dist_checkpointing
 
         final = self._directory / f"step_{progress.step:08d}"
         partial = self._directory / f".partial_{progress.step:08d}"
         replaced = self._directory / f".replaced_{progress.step:08d}"
         if dist.get_rank() == 0:
-            for left in (partial, replaced):
+            for left in (*self._directory.glob(".partial_*"), *self._directory.glob(".replaced_*")):
                 shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
         dist.barrier()
         state = self._state(progress, loading=False, with_random=True)
-        dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
+        try:
+            dist_checkpointing.save(state, str(partial), content_metadata=_METADATA)
+        except CheckpointException as error:  # no Exception: it would pass by whoever turns failures into a status
+            raise MachineFault(f"the checkpoint {final} could not be written: {_cause(error)}") from None
         dist.barrier()
         if dist.get_rank() == 0:
             if final.exists():  # of a life that got as far; it stays until the new one can take its name
                 final.rename(replaced)
             partial.rename(final)
             shutil.rmtree(replaced, ignore_errors=True)
-            for old in sorted(self._directory.glob("step_*"))[: -self._keep]:
+            for old in self._whole()[: -self._keep]:
                 shutil.rmtree(old)
         dist.barrier()
         return final
@@ -93,17 +106,25 @@ class Checkpoints:
         """Restore everything from `path`; returns how far that run was.
 
         Raises:
-            UserMistake: the checkpoint's identity is another (the first difference is named).
+            UserMistake: the checkpoint's identity is another (the first difference is named), or it is damaged.
         """
         from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        common = dist_checkpointing.load_common_state_dict(str(path))
+        damaged = UserMistake("the checkpoint is damaged", str(path), "remove it; the one before is taken then")
+        try:
+            common = dist_checkpointing.load_common_state_dict(str(path))
+        except (CheckpointingException, OSError, RuntimeError, EOFError, ValueError) as error:
+            raise damaged from error
         self._refuse_another_run(path, common["identity"])
         before, now = _flat(common["settings"]), _flat(self._settings)
         self.changed = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())
                         if before.get(key) != now.get(key)}
         same_world = common["world"] == dist.get_world_size()  # another world draws its own random numbers
-        state = dist_checkpointing.load(self._state(Progress(), loading=True, with_random=same_world), str(path))
+        try:
+            state = dist_checkpointing.load(self._state(Progress(), loading=True, with_random=same_world), str(path))
+        except (CheckpointException, CheckpointingException) as error:
+            raise damaged from error
         for number, chunk in enumerate(self._optimizer.chunks):
             chunk.module.load_state_dict(state[f"model{number}"])
         self._optimizer.inner.load_state_dict(state["optimizer"])
@@ -135,6 +156,12 @@ class Checkpoints:
             if saved.get(key) != self._identity.get(key):
                 raise UserMistake(f"it was made with {key} = {saved.get(key)}, this run has {self._identity.get(key)}",
                                   str(path), "change the config back, or use another run.dir")
+
+
+def _cause(error: CheckpointException) -> str:
+    """What the first rank that failed says."""
+    rank, (wrapped, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(wrapped).__name__}: {wrapped}"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

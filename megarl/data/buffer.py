@@ -105,7 +105,7 @@ class ExperienceBuffer:
             problems = _problems(collected.reports)
         table = gather_table(local, self._groups)
         if not len(table):
-            _refuse_empty(step, problems)
+            _refuse_empty(step, problems, metrics.get("rollout/filtered_groups", 0.0))
         return Taken(local, found, table, int(from_leader(after, self._groups)), metrics, problems)
 
     def _measure(self, collected: Collected) -> dict[str, float]:
@@ -145,10 +145,15 @@ def _problems(reports: list[Report]) -> str:
     return total.describe()
 
 
-def _refuse_empty(step: int, problems: str) -> None:
-    """End a run that has nothing to train on, with the same words on every trainer."""
-    told = [problems]
+def _refuse_empty(step: int, problems: str, filtered: float) -> None:
+    """End a run that has nothing to train on, with the same words on every trainer.
+
+    A step of which dynamic sampling kept nothing is no failure: it changes nothing, and the next prompts may teach.
+    """
+    told = [problems, filtered]
     dist.broadcast_object_list(told, src=0, device=device.current())
+    if told[1]:
+        return
     if told[0]:
         raise UserMistake(f"no sample of step {step} has a reward\n{told[0]}", "reward.terms",
                           "correct the reward function, or set reward.on_error: value")

@@ -117,6 +117,9 @@ def resolve(config: ObjectiveConfig, max_response_tokens: int) -> Objective:
         raise UserMistake(f"{config.overlong_buffer} is not below rollout.max_response_tokens ({max_response_tokens})",
                           "objective.overlong_buffer", "use a part of the response length, or 0")
     _check_correction(config.correction)
+    if config.mask_truncated and config.kl.coefficient and config.kl.place == "reward":
+        raise UserMistake("truncated samples are in no forward pass, so their reward cannot have its KL taken off",
+                          "objective.mask_truncated", "set it to false, or objective.kl.place: loss")
     recipe = _RECIPES[config.algorithm]
     decided = {name: value if getattr(config, name) is None else getattr(config, name)
                for name, value in recipe.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +29,10 @@ class MetricWriter:
         if observe.jsonl:
             path = run_dir / "metrics.jsonl"
             kept = [line for line in read_lines(path) if line["step"] < first_step]
-            self._file = path.open("w", encoding="utf-8")
-            for line in kept:
-                self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            rewritten = path.with_suffix(".partial")
+            rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(rewritten, path)  # a kill here leaves the old file or the new one
+            self._file = path.open("a", encoding="utf-8")
         if observe.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -21,7 +21,7 @@ from torch.distributed import DistError, Store
 
 from megarl.cluster.partition import Partition
 from megarl.config.schema import Config
-from megarl.errors import MachineFault, MegarlError, UserMistake
+from megarl.errors import Ended, MachineFault, MegarlError, UserMistake
 from megarl.rollout.client import open_session
 from megarl.rollout.fleet import EngineRecord, Registrar, stopped
 from megarl.rollout.lease import BEAT_S, LeaseWatch
@@ -156,7 +156,7 @@ class _Supervisor:
             if self.signal == signal.SIGINT:
                 return
             if self.signal is not None:
-                raise MachineFault(f"rollout rank ended by {self.signal.name}")
+                raise Ended(f"rollout rank ended by {self.signal.name}")
             if os.getppid() != self._parent:
                 raise MachineFault("the launcher of this rollout rank is gone")
             if self._link.failure is not None:

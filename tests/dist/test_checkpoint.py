@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from pathlib import Path
 
 import models
@@ -133,6 +134,19 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
             wrong.append("another model's checkpoint was taken")
         except UserMistake:
             pass
+        dist.barrier()
+        if rank == 0:  # a user's copy is no checkpoint of the run; a cut file is told
+            shutil.copytree(again.newest(), place / "step_best")
+            next(again.newest().glob("*.distcp")).write_bytes(b"cut")
+        dist.barrier()
+        try:
+            if again.newest().name != "step_00000003":
+                wrong.append(f"newest is {again.newest()}")
+            again.load(again.newest())
+            wrong.append("a damaged checkpoint was taken")
+        except UserMistake as error:
+            if "damaged" not in str(error):
+                wrong.append(str(error))
         dist.barrier()
         parallel_state.destroy_model_parallel()
     return wrong

@@ -74,7 +74,7 @@ def test_sigterm_leaves_no_process_not_even_a_stubborn_one(tmp_path):
         assert all(_alive(pid) for pid in pids)
         world.processes[0].terminate()
         outcome = world.outcome()
-        assert outcome["error"] == "MachineFault" and "SIGTERM" in outcome["message"]
+        assert outcome["error"] == "Ended" and "SIGTERM" in outcome["message"]
         assert not processes_with(str(tmp_path))
 
 

@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("end", "status", "told"), [
     ("mistake", 64, "error: rank 1: some.key: 7 is too much\n  remedy: use 6\n"),
     ("bug", 1, "error: rank 1: ValueError: this should not happen; traceback in "),
-    ("killed", 75, "error: a rank ended without telling why"),
+    ("killed", 75, "error: rank 1 ended with exit code -9 (killed, perhaps for want of memory) without telling why"),
 ])
 def test_a_failure_is_told_once(folder: Path, end: str, status: int, told: str) -> None:
     run = folder / "run"
@@ -82,3 +82,18 @@ def test_a_signal_leaves_nothing_behind(folder: Path, number: signal.Signals) ->
     assert process.returncode == 130 and alive(folder) == []
     assert err == "interrupted; the same command goes on from the newest checkpoint\n"
     assert not (folder / "run" / "exit.json").exists()
+
+
+def test_a_run_has_its_directory_for_itself(folder: Path) -> None:
+    pids = folder / "run" / "pids"
+    pids.unlink(missing_ok=True)
+    first = start(folder, "hang")
+    while not (pids.exists() and pids.read_text()):
+        assert first.poll() is None
+        time.sleep(0.05)
+    second = start(folder, "hang")
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 64 and err.startswith("error: run.dir: another run is using ")
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=60)
+    assert first.returncode == 130 and alive(folder) == []
