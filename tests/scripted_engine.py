@@ -170,7 +170,14 @@ class Serving:
 
     def close(self) -> None:
         """Stop listening and cut all connections."""
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+
+    async def _end(self) -> None:
+        await self._runner.cleanup()
+        hanging = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
 
     def __enter__(self) -> Serving:
         return self
