@@ -57,10 +57,6 @@ class Engine:
         """Finish the wanted sequences."""
         return self._call(lambda: self._scheduler.abort(wanted))
 
-    def abort_all(self) -> Future:
-        """Finish all sequences, also waiting ones."""
-        return self.abort(lambda _: True)
-
     def pause(self, mode: str) -> Future:
         """Stop generating; requests wait until `resume`.
 
