@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store
 from megarl.errors import MachineFault
 from megarl.rollout.lease import LeaseWatch, read_counter
 
-POLL_S = 0.02
+POLL_LEAST_S, POLL_MOST_S = 0.001, 0.02
 _OF_A_ROUND = ("drawn", "kept", "dropped", "resolved")
 
 
@@ -48,12 +48,13 @@ class SharedCounters:
         Raises:
             MachineFault: nothing was resolved for `silence_s` although some are open: another leader is lost.
         """
-        watch = LeaseWatch()
+        watch, pause = LeaseWatch(), POLL_LEAST_S
         while (resolved := read_counter(self._store, f"{step}/{turn}/resolved")) < need:
             if watch.observe(resolved) > silence_s:
                 raise MachineFault(f"step {step}: {need - resolved} of {need} groups are with other leaders, which "
                                    f"have finished none for {silence_s:.0f} s")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, POLL_MOST_S)
         return read_counter(self._store, f"{step}/{turn}/kept"), read_counter(self._store, f"{step}/{turn}/dropped")
 
     def leave(self, step: int, rounds: int) -> None:
