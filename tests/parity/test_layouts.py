@@ -122,14 +122,14 @@ def train(rank: int, folder: str, cases: list[Case]) -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     for number, case in enumerate(cases):
+        groups = make_groups(case.layout, datetime.timedelta(seconds=100), seed=1)  # once: each leaves its threads
         for family, algorithm in RUNS:
             if case.layout.expert > 1 and "moe" not in family:
                 continue
-            groups = make_groups(case.layout, datetime.timedelta(seconds=100), seed=1)
             key = (number, family, algorithm)
             results[key] = _steps(f"{folder}/{family}", algorithm, case, groups)
             results[key]["grads"] = _gradients(f"{folder}/{family}", algorithm, case, groups)
-            parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()
     return results if rank == 0 else {}
 
 
@@ -191,7 +191,7 @@ def everywhere(tensors: Any) -> dict[str, torch.Tensor]:
     """All stages' tensors, on all ranks (rank 0 of each stage has its own)."""
     import torch.distributed as dist
 
-    mine = {name: tensor.clone() for name, tensor in tensors if tensor is not None}
+    mine = {name: tensor.to("cpu", copy=True) for name, tensor in tensors if tensor is not None}
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return {name: tensor for part in parts for name, tensor in part.items()}
