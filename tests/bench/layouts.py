@@ -108,15 +108,15 @@ def run(rank: int, folder: str, cases: list[Any], models: list[str], steps: int,
 
     results: dict[Any, Any] = {}
     for number, case in enumerate(cases):
+        groups = make_groups(case.layout, datetime.timedelta(seconds=300), seed=1)  # once: each leaves its threads
         for model, algorithm in parity.RUNS:
             if model not in models or (case.layout.expert > 1 and "moe" not in model):
                 continue
             for replayed in (False, True) if known and "moe" in model else (False,):
-                groups = make_groups(case.layout, datetime.timedelta(seconds=300), seed=1)
                 results[number, model, algorithm, replayed] = _train(
                     f"{folder}/{model}", parity.config(f"{folder}/{model}", algorithm, case.max_tokens, True), groups,
                     steps, known and known.get((model, algorithm)), replayed)
-                parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()
     return results if rank == 0 else {}
 
 
