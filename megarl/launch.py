@@ -94,7 +94,7 @@ class Node:
             redirects = "2"
         return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.count}",
                 f"--nproc-per-node={self.processes}", f"--node-rank={self.rank}", f"--master-addr={self.address}",
-                f"--master-port={self.port}", "--max-restarts=0", f"--shutdown-timeout={GRACE_S}",
+                f"--master-port={self.port}", "--max-restarts=0",
                 f"--log-dir={logs}", f"--redirects={redirects}", "-m", _MODULE, *arguments]
 
 
@@ -159,7 +159,8 @@ def launch(argv: list[str]) -> None:
     if node.rank == 0:
         (run_dir / "exit.json").unlink(missing_ok=True)  # of an earlier life
         print(told, flush=True)
-    environment = {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1",
+                   "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S)}  # torch before 2.12 does not know it and waits 30 s
     try:
         status = _run(node.command(logs, [arguments.config, *arguments.overrides]), environment, logs / "torchrun.log",
                       lock)

@@ -129,6 +129,16 @@ class Router(TopKRouter):
         elif self.config.recompute_granularity == "full":
             state.replay_refused = "a recomputed forward would replay a later micro-batch's routing"
 
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits [tokens, 1, experts] of hidden states [tokens, 1, hidden].
+
+        Of an fp32 model by a plain product: where Transformer Engine is installed, Megatron-core's own function uses
+        its GEMM, which computes fp32 products in TF32 (TE 2.11, cublaslt_gemm.cu:449), 13 bits short.
+        """
+        if self.config.params_dtype == torch.float32 and self.config.moe_router_dtype == "fp32":
+            return torch.nn.functional.linear(input, self.weight)
+        return super().gating(input)
+
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Route the tokens, count them, and attach this rank's share of the losses.
 
