@@ -24,7 +24,7 @@ from megarl.model.hf_config import HFConfig
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-def is_source(layout: Layout) -> bool:
+def is_source() -> bool:
     """Whether this rank is its stage's source: tensor, context and data rank 0."""
     from megatron.core import parallel_state as ps
 
@@ -32,8 +32,7 @@ def is_source(layout: Layout) -> bool:
 
 
 @torch.no_grad()
-def iter_hf_tensors(chunks: list[torch.nn.Module], hf: HFConfig,
-                    layout: Layout) -> Iterator[tuple[str, torch.Tensor | None]]:
+def iter_hf_tensors(chunks: list[torch.nn.Module], hf: HFConfig) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Every Hugging Face tensor of this rank's stages, one after the other.
 
     Collective: all ranks of a stage must run it to the end, and get the same names in the same order; the source has
@@ -42,7 +41,7 @@ def iter_hf_tensors(chunks: list[torch.nn.Module], hf: HFConfig,
     """
     from megatron.core import parallel_state as ps
 
-    source = is_source(layout)
+    source = is_source()
     first = min(dist.get_process_group_ranks(ps.get_tensor_and_data_parallel_group(with_context_parallel=True)))
     dense, experts = ps.get_tensor_model_parallel_group(), ps.get_expert_tensor_and_model_parallel_group()
     here = shares.Coordinates.here()
@@ -102,7 +101,7 @@ def save_hf(chunks: list[torch.nn.Module], hf: HFConfig, layout: Layout, source_
     files, total = plan_shards(hf, layout.pipeline, layout.expert, dtypes, shard_bytes)
     left = Counter(files.values())
     shard: dict[str, torch.Tensor] = {}
-    for name, tensor in iter_hf_tensors(chunks, hf, layout):
+    for name, tensor in iter_hf_tensors(chunks, hf):
         if tensor is None:
             continue
         shard[name] = tensor.to(device="cpu", dtype=dtypes[name], copy=True).contiguous()

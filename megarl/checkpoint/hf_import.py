@@ -8,13 +8,12 @@ import torch
 
 from megarl.checkpoint import shares
 from megarl.checkpoint.safetensors_dir import SafetensorsDir
-from megarl.config.layout import Layout
 from megarl.model.chunk import PolicyChunk, unwrapped
 from megarl.model.families import tables
 from megarl.model.hf_config import HFConfig
 
 
-def load_hf(chunks: list[torch.nn.Module], path: str | Path, hf: HFConfig, layout: Layout) -> None:
+def load_hf(chunks: list[torch.nn.Module], path: str | Path, hf: HFConfig) -> None:
     """Fill the chunks' parameters from the checkpoint at `path`, converted to their dtype.
 
     What pads a vocabulary or attention heads is set to 0. No communication. Load before an optimizer makes its fp32

@@ -165,7 +165,7 @@ class WeightPublisher:
 
     def _send(self) -> tuple[int, int] | None:
         """This stage's turn; on its source the numbers of tensors and bytes that were sent."""
-        tensors = iter_hf_tensors(self._chunks, self._hf, self._layout)
+        tensors = iter_hf_tensors(self._chunks, self._hf)
         if not self._is_source:
             _run_out(tensors)
             return None

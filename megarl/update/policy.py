@@ -40,7 +40,7 @@ class Policy:
         layout = groups.layout
         dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
         self.chunks = build_chunks(hf, config, layout)
-        load_hf(self.chunks, config.model.path, hf, layout)
+        load_hf(self.chunks, config.model.path, hf)
         self._reference = HostWeights(self.chunks) if objective.needs_reference else None
         self.optimizer = optimizer.Optimizer(optimizer.wrap(self.chunks, config.optim.distributed), config.optim, dtype)
         pp_group = parallel_state.get_pipeline_model_parallel_group() if layout.pipeline > 1 else None

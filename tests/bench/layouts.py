@@ -138,7 +138,7 @@ def _train(path: str, settings: Any, groups: Any, steps: int, known: Choices | N
     dist.all_reduce(turned)
     return {"losses": [one["policy/loss"] + one.get("moe/balance_loss", 0) + one.get("moe/z_loss", 0) for one in stats],
             "norms": [one["optim/grad_norm"] for one in stats], "turned": int(turned),
-            "weights": parity.everywhere(iter_hf_tensors(policy.chunks, policy.hf, groups.layout)),
+            "weights": parity.everywhere(iter_hf_tensors(policy.chunks, policy.hf)),
             "choices": routings[0].kept if routings else {}}
 
 

@@ -115,7 +115,7 @@ def on_ranks(rank: int, model: str, expected: str, export: str) -> dict[str, flo
     make_groups(layout, datetime.timedelta(seconds=300), seed=0)
     hf, wanted = HFConfig.read(model), torch.load(expected)
     chunks = build_chunks(hf, models.config_for(model), layout)
-    load_hf(chunks, model, hf, layout)
+    load_hf(chunks, model, hf)
     total = sum(map(len, wanted["sequences"]))
     batch = models.pack(wanted["sequences"], total=total + 2 + total % 2)
     with torch.inference_mode():

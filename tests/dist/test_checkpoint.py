@@ -79,7 +79,7 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
         path = f"{folder}/{family}"
         hf = HFConfig.read(path)
         chunks = build_chunks(hf, models.config_for(path), layout)
-        load_hf(chunks, path, hf, layout)
+        load_hf(chunks, path, hf)
         return Optimizer(wrap(chunks, True), OptimConfig(**{
             "lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1, **changed}), torch.float32)
 

@@ -35,7 +35,7 @@ def chunk_of(path: Path, layout: Any, **options: Any) -> Any:
 
     hf = HFConfig.read(path)
     chunks = build_chunks(hf, models.config_for(path, **options), layout)
-    load_hf(chunks, path, hf, layout)
+    load_hf(chunks, path, hf)
     return chunks[0]
 
 

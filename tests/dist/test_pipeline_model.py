@@ -57,7 +57,7 @@ def gradients(layout: Layout, folder: Path, schedule: str = "1f1b") -> dict:
     hf = HFConfig.read(folder)
     config = config_for(folder, balance={"coefficient": 0.1, "z_loss": 0.01})
     chunks = build_chunks(hf, config, layout)
-    load_hf(chunks, folder, hf, layout)
+    load_hf(chunks, folder, hf)
     for chunk in chunks:
         if chunk.routers is not None:
             fractions = torch.arange(1.0, hf.layers * hf.experts + 1).view(hf.layers, -1)
@@ -81,7 +81,7 @@ def gradients(layout: Layout, folder: Path, schedule: str = "1f1b") -> dict:
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.copy_(parameter.main_grad)
-    grads = {name: tensor.clone() for name, tensor in iter_hf_tensors(chunks, hf, layout) if tensor is not None}
+    grads = {name: tensor.clone() for name, tensor in iter_hf_tensors(chunks, hf) if tensor is not None}
     losses = [s["loss"].item() for s in stats if s] if groups.is_last_stage else []
     again = [f[0].item() for f in forward if f] if groups.is_last_stage else []
     ps.destroy_model_parallel()

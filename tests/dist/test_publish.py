@@ -92,7 +92,7 @@ def trainers(layout: Layout, model: Path, **sync: Any) -> tuple[Any, ...]:
     config = config.model_copy(update={"sync": config.sync.model_copy(update={
         "bucket_mb": 1, "timeout_s": TIMEOUT_S, "verify": True, **sync})})
     chunks = build_chunks(hf, config, layout)
-    load_hf(chunks, model, hf, layout)
+    load_hf(chunks, model, hf)
     return chunks, hf, config
 
 

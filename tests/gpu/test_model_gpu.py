@@ -56,8 +56,8 @@ def test_transformer_engine_equals_local(groups: Any, where: str, name: str, tmp
     for implementation in ("local", second):
         chunks = build_chunks(hf, models.config_for(tmp_path, dtype="bf16", implementation=implementation),
                               groups.layout)
-        load_hf(chunks, tmp_path, hf, groups.layout)
-        exported = {key: tensor.clone() for key, tensor in iter_hf_tensors(chunks, hf, groups.layout)}
+        load_hf(chunks, tmp_path, hf)
+        exported = {key: tensor.clone() for key, tensor in iter_hf_tensors(chunks, hf)}
         if chunks[0].routers:
             chunks[0].routers.set_step(torch.full((hf.layers, hf.experts), 1 / hf.experts), 160)
         hidden = chunks[0](batch)
@@ -65,7 +65,7 @@ def test_transformer_engine_equals_local(groups: Any, where: str, name: str, tmp
         with torch.no_grad():
             for parameter in chunks[0].parameters():
                 parameter.copy_(parameter.grad)
-        seen.append((hidden[:160].detach(), exported, dict(iter_hf_tensors(chunks, hf, groups.layout))))
+        seen.append((hidden[:160].detach(), exported, dict(iter_hf_tensors(chunks, hf))))
     (local, weights, grads), (te, te_weights, te_grads) = seen
     torch.testing.assert_close(local, te, rtol=5e-2, atol=5e-2)
     assert weights.keys() == te_weights.keys()

@@ -42,7 +42,7 @@ def step(rank: int, path: str, dtype: str, implementation: str, choices: torch.T
 
     def tensors() -> dict[str, torch.Tensor]:
         return {name: tensor.float().cpu().clone() for name, tensor in
-                iter_hf_tensors(policy.chunks, policy.hf, groups.layout)}
+                iter_hf_tensors(policy.chunks, policy.hf)}
 
     routers = policy.chunks[0].routers
     if routers is not None:

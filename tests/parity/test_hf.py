@@ -140,7 +140,7 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
 
     hf, expected = HFConfig.read(path), torch.load(path / "expected.pt")
     chunks = build_chunks(hf, models.config_for(path, **options), layout)
-    load_hf(chunks, path, hf, layout)
+    load_hf(chunks, path, hf)
     out_dir = path.parent / f"out-{path.name}"
     save_hf(chunks, hf, layout, path, out_dir, shard_bytes=40_000)
     chunk, state, tp_group = chunks[0], chunks[0].routers, parallel_state.get_tensor_model_parallel_group()
@@ -191,7 +191,7 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
             parameter.copy_(parameter.main_grad)
     errors["padding"] = max(padding + padding_of_heads(chunk, hf))  # weights, then gradients
     largest = max(float(grad.abs().max()) for grad in expected["grads"].values())
-    for key, grad in iter_hf_tensors(ddp, hf, layout):
+    for key, grad in iter_hf_tensors(ddp, hf):
         if grad is not None:
             errors["grads"] = max(errors["grads"], float((grad - expected["grads"][key]).abs().max()) / largest)
     return errors

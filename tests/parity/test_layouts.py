@@ -169,7 +169,7 @@ def _steps(path: str, algorithm: str, case: Case, groups: Any) -> dict[str, Any]
         if chunk.routers is not None:
             chunk.routers.keep_choices = True
     stats = [policy.update(minibatch) for minibatch in experience.passes()]
-    weights = everywhere(iter_hf_tensors(policy.chunks, policy.hf, groups.layout))
+    weights = everywhere(iter_hf_tensors(policy.chunks, policy.hf))
     margin = min((c.routers.margin for c in policy.chunks if c.routers is not None), default=1.0)
     return {"stats": stats, "weights": weights, "margin": margin}
 
@@ -184,7 +184,7 @@ def _gradients(path: str, algorithm: str, case: Case, groups: Any) -> dict[str, 
         for chunk in policy.chunks:
             for parameter in chunk.parameters():
                 parameter.copy_(parameter.main_grad)
-    return everywhere(iter_hf_tensors(policy.chunks, policy.hf, groups.layout))
+    return everywhere(iter_hf_tensors(policy.chunks, policy.hf))
 
 
 def everywhere(tensors: Any) -> dict[str, torch.Tensor]:
