@@ -76,6 +76,9 @@ def main() -> None:
         Path(given["out"]).write_text(json.dumps({
             "times": clock.times, "length": sum(length for length, _ in last) / len(last),
             "reward": sum(reward for _, reward in last) / len(last)}))
+    if torch.distributed.is_initialized():  # a process that ends with gloo's threads running may abort
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
