@@ -11,10 +11,11 @@ CPU = {"torch": "2.13.0", "megatron-core": "0.16.1", "transformers": "5.24.0"}
 # what a cluster's image may bring: torch from where it multiplies bf16 into fp32 (model/head.py), the Megatron-core
 # whose errors model/megatron_fixes.py corrects, transformers with the formats of 5
 RANGES = {"torch": ">=2.8,<3", "megatron-core": ">=0.16.1,<0.17", "transformers": ">=5.19,<6"}
+IF_INSTALLED = {"transformer-engine": ">=2.9,<2.12"}  # what Megatron-core 0.16.1 and megarl were written against
 
 
 def check(require_apex: bool = False) -> None:
-    """Compare the installed versions with RANGES.
+    """Compare the installed versions with RANGES, and with IF_INSTALLED where they are.
 
     Args:
         require_apex: whether NVIDIA apex must be there too.
@@ -26,11 +27,13 @@ def check(require_apex: bool = False) -> None:
 
     from megarl.errors import UserMistake
 
-    for package, wanted in RANGES.items():
+    for package, wanted in (RANGES | IF_INSTALLED).items():
         remedy = f"run bash launch/setup.sh, or: pip install '{package}{wanted}'"
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
+            if package in IF_INSTALLED:
+                continue
             raise UserMistake(f"the package {package} is not installed", "environment", remedy) from None
         if not SpecifierSet(wanted).contains(version, prereleases=True):
             raise UserMistake(f"{package} {version} is not {wanted}", "environment", remedy)

@@ -19,15 +19,17 @@ def test_the_pins_lie_in_the_ranges_and_are_what_runs_here() -> None:
     versions.check()
 
 
-@pytest.mark.parametrize(("found", "told"), [
-    ("0.17.0", "environment: megatron-core 0.17.0 is not >=0.16.1,<0.17"),
-    (None, "environment: the package megatron-core is not installed"),
+@pytest.mark.parametrize(("name", "found", "told"), [
+    ("megatron-core", "0.17.0", "environment: megatron-core 0.17.0 is not >=0.16.1,<0.17"),
+    ("megatron-core", None, "environment: the package megatron-core is not installed"),
+    ("transformer-engine", "2.12.0", "environment: transformer-engine 2.12.0 is not >=2.9,<2.12"),
 ])
-def test_others_are_refused(found: str | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_refused(name: str, found: str | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
+    wanted = (versions.RANGES | versions.IF_INSTALLED)[name]
 
     def version(package: str) -> str:
-        if package != "megatron-core":
+        if package != name:
             return real(package)
         if found is None:
             raise importlib.metadata.PackageNotFoundError(package)
@@ -36,7 +38,7 @@ def test_others_are_refused(found: str | None, told: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(UserMistake) as caught:
         versions.check()
-    assert caught.value.line() == told + "; run bash launch/setup.sh, or: pip install 'megatron-core>=0.16.1,<0.17'"
+    assert caught.value.line() == told + f"; run bash launch/setup.sh, or: pip install '{name}{wanted}'"
 
 
 @pytest.mark.parametrize(("place", "kind", "told"), [
