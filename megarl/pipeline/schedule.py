@@ -177,14 +177,20 @@ class Wiring:
         """The operation on a neighbouring stage that takes this one's result; None if it gives none."""
         return self._neighbour(op, +1)
 
+    def backward(self, forward: Op) -> Op | None:
+        """The B or I that goes back through a forward; None in a forward-only schedule."""
+        return self._either(forward.stage, forward.microbatch)
+
     def _neighbour(self, op: Op, along: int) -> Op | None:
         if op.kind == "W":
             return None
         stage = op.stage + (along if op.kind == "F" else -along)
         if not 0 <= stage < self.stages:
             return None
-        kinds: tuple[Kind, ...] = ("F",) if op.kind == "F" else ("B", "I")
-        return next((found for kind in kinds if (found := Op(kind, stage, op.microbatch)) in self.home), None)
+        return Op("F", stage, op.microbatch) if op.kind == "F" else self._either(stage, op.microbatch)
+
+    def _either(self, stage: int, microbatch: int) -> Op | None:
+        return next((op for kind in ("B", "I") if (op := Op(kind, stage, microbatch)) in self.home), None)
 
     def sends(self, item: Item) -> Iterator[Transfer]:
         """The transfers that take this item's results to other ranks."""
