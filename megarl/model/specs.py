@@ -6,7 +6,6 @@ from typing import Literal
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -19,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megarl.model.attention import PackedAttention
+from megarl.model.linear import ColumnParallelLinear, RowParallelLinear
 from megarl.model.norm import RMSNorm
 from megarl.model.router import Router
 
@@ -36,7 +36,8 @@ def block_spec(config: TransformerConfig, implementation: Literal["local", "tran
 
 
 def local_layer(config: TransformerConfig) -> ModuleSpec:
-    """Megatron-core's own linears and experts, with megarl's RMSNorm, packed attention and router."""
+    """Megatron-core's layer and experts, with megarl's RMSNorm, packed attention, router, and linears whose weight
+    gradient can wait."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if config.num_moe_experts:
         experts = ModuleSpec(module=SequentialMLP, submodules=linears)
