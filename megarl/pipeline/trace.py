@@ -95,7 +95,9 @@ def timeline(rows: Iterable[Span]) -> Timeline:
         if before.rank == after.rank and after.start < before.end:
             raise ValueError(f"rank {before.rank} runs {before.item} and {after.item} at the same time")
     lists = [[span for span in ordered if span.rank == rank] for rank in range(ranks)]
-    where = tuple(tuple(sorted({rank for op, rank in ops if op.stage == stage})) for stage in range(stages))
+    holders = [{rank for op, rank in ops if op.stage == stage} for stage in range(stages)]
+    where = tuple(tuple(sorted(found, key=lambda rank: (rank != stage, rank)))
+                  for stage, found in enumerate(holders))
     schedule = Schedule("measured", microbatches, where, tuple(tuple(s.item for s in one) for one in lists))
     return Timeline(schedule, tuple(np.array([s.start for s in one]) for one in lists),
                     tuple(np.array([s.end for s in one]) for one in lists), peak_live(schedule))
