@@ -37,7 +37,7 @@ def order(costs: Costs, name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     if costs == costs.reordered(np.zeros_like(arrival)):
         return tuple(arrival.tolist())  # all are equal
     simulated = simulator(name, ranks, costs.microbatches, chunks)
-    best, least = _first_best(simulated, costs, np.stack([arrival, *hills(costs)]))
+    best, least = _first_best(simulated, costs, np.stack([arrival, short_at_both_ends(costs), *hills(costs)]))
     items = sum(len(items) for items in simulated.schedule.items)
     draw = random.Random(0)
     for _ in range(min(_EFFORT // (_TRIALS * items), _MOST_ROUNDS)):

@@ -68,7 +68,9 @@ def test_facts_are_in_the_picture():
 
 def test_two_timelines_share_one_axis():
     slow, fast = line_of("1f1b"), line_of("zb-h1")
-    found = boxes(svg({"predicted": fast, "measured": slow}, unit="s"))
+    text = svg({"predicted": fast, "measured": slow}, unit="s")
+    found = boxes(text)
+    assert max(x + w for _, x, _, w, _ in found) < float(ET.fromstring(text).get("width")) - 100  # room for the numbers
     first = [(x, w) for kind, x, y, w, _ in found if kind == "F0" and x < 66.01]
     assert len(first) == 2 and first[0] == first[1]
     middle = np.median([y for _, _, y, _, _ in found])

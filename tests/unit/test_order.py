@@ -7,6 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from megarl.pipeline import order as ordering
 from megarl.pipeline.choose import model_costs, simulator
 from megarl.pipeline.generators import SCHEDULES
 from megarl.pipeline.order import hills, long_first, order, short_at_both_ends
@@ -29,10 +30,21 @@ def test_never_slower_than_arrival_or_the_baselines(name: str, seed: int):
         assert sorted(found) == list(range(count)) and all(type(one) is int for one in found)
         schedule = simulator(name, ranks, count, chunks).schedule
         taken = simulate(schedule, costs.reordered(found)).makespan
-        for other in (np.arange(count), long_first(costs)):
+        for other in (np.arange(count), long_first(costs), short_at_both_ends(costs), *hills(costs)):
             assert taken <= simulate(schedule, costs.reordered(other)).makespan
         order.cache_clear()
         assert order(costs, name, ranks, chunks) == found
+
+
+def test_a_change_for_the_worse_is_not_kept(monkeypatch):
+    """With one trial a round, nearly all of them are worse than the best hill."""
+    monkeypatch.setattr(ordering, "_TRIALS", 1)
+    monkeypatch.setattr(ordering, "_MOST_ROUNDS", 2)
+    for seed in range(5):
+        costs, chunks = costs_of("1f1b", 4, np.exp(np.random.default_rng(seed).normal(0, 1, 24)))
+        ours = order.__wrapped__(costs, "1f1b", 4, chunks)
+        spans = simulator("1f1b", 4, 24, chunks).makespans(costs, np.array([ours, *hills(costs)]))
+        assert spans[0] <= spans[1:].min()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])

@@ -29,6 +29,8 @@ def test_published_bubbles_and_peaks(name: str):
         line = priced(name, ranks, microbatches, chunks)
         assert line.makespan - min(line.busy) == BUBBLE[name](ranks, chunks, 1, 2, 1, 3), (ranks, microbatches, chunks)
         assert max(line.peak_memory) == PEAK[name](ranks, chunks, microbatches), (ranks, microbatches, chunks)
+        if SCHEDULES[name].splits:  # memory is freed by W: every rank holds as much as the first
+            assert len(set(line.peak_memory)) == 1
         assert set(line.busy) == {3.0 * microbatches}
         assert line.bubble_fraction == pytest.approx(1 - 3 * microbatches / line.makespan, abs=1e-12)
     if SCHEDULES[name].pairs:  # a pair may take less than its parts; ranks then differ in how much they work
