@@ -38,14 +38,14 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     backwards in the same way from its last stage. It runs 2(P - r - 1) + (chunks - 1)P forwards ahead. At most
     P * chunks + P - 1 live activations. M need not be a multiple of P: the last group then has holes.
     """
-    full = -(-microbatches // ranks) * ranks
-    walk = [(chunk, group + k) for group in range(0, full, ranks) for chunk in range(chunks) for k in range(ranks)]
+    walk = [(chunk, group + k) for group in range(0, microbatches, ranks) for chunk in range(chunks)
+            for k in range(ranks)]
     lists = []
     for rank in range(ranks):
         forwards = [Op("F", chunk * ranks + rank, m) for chunk, m in walk]
         backwards = [Op("B", (chunks - 1 - chunk) * ranks + rank, m) for chunk, m in walk]
         lists.append(tuple(_alternate(forwards, backwards, 2 * (ranks - rank - 1) + (chunks - 1) * ranks)))
-    return _first(microbatches, Schedule("interleaved", full, placement("looped", ranks, chunks), tuple(lists)))
+    return _first(microbatches, Schedule("interleaved", microbatches, placement("looped", ranks, chunks), tuple(lists)))
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:

@@ -135,7 +135,7 @@ def test_peaks_and_bubbles(ranks: int):
         assert check(dualpipev(ranks, many)).peak == (ranks + 1 / 2,) * ranks
         assert timed(gpipe(ranks, many)) == timed(one_f_one_b(ranks, many)) == (3 * last, 3 * last)
         assert timed(zb_h1(ranks, many)) == (last, last)
-        assert timed(zb_v(ranks, many)) == (last, 0)
+        assert timed(zb_v(ranks, many)) == timed(zb_v(ranks, 2 * ranks - 1)) == (last, 0)
         assert timed(dualpipev(ranks, many)) == (2 * last, 2 * last)
         if ranks % 2 == 0:
             even = many + many % 2
@@ -236,10 +236,14 @@ def just_in_time(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
 
 @pytest.mark.parametrize("schedule", [interleaved(2, 4, 2), zb_v(2, 3), dualpipev(2, 4), dualpipe(2, 4)],
                          ids=lambda schedule: schedule.name)
-def test_receiving_just_in_time_would_hang(schedule: Schedule):
+def test_receiving_just_in_time_would_hang(schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ScheduleError, match="deadlock if sends block until received: rank 0 waits to"):
         check_steps(just_in_time(schedule))
     check_steps(lower(schedule))
+    check(schedule)
+    monkeypatch.setattr("megarl.pipeline.check.lower", just_in_time)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check(schedule)
 
 
 def test_obstacles_and_fallbacks():
