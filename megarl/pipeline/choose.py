@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megarl.pipeline.generators import fitting
+from megarl.pipeline.order import order
 from megarl.pipeline.schedule import PlacementName
-from megarl.pipeline.simulate import Costs, Simulator
+from megarl.pipeline.simulate import Costs, simulator
 
 _CANDIDATES: dict[tuple[PlacementName, bool], tuple[str, ...]] = {  # (placement, several chunks) -> by preference
     ("looped", False): ("1f1b", "zb-h1"),
@@ -31,24 +31,19 @@ class Estimate(NamedTuple):
     memory: float
 
 
-@lru_cache(maxsize=256)
-def simulator(name: str, ranks: int, microbatches: int, chunks: int) -> Simulator:
-    """Of the schedule `name`, or of what stands in for it with so few micro-batches; kept."""
-    schedule, _ = fitting(name, ranks, microbatches, chunks)
-    return Simulator(schedule)
-
-
-def estimates(placement: PlacementName, ranks: int, chunks: int, costs: Costs) -> list[Estimate]:
+def estimates(placement: PlacementName, ranks: int, chunks: int, costs: Costs, reorder: bool = False) -> list[Estimate]:
     """The prices of all schedules that `choose` takes for a placement, under the names that one can ask for."""
     found = []
     for name in _CANDIDATES[placement, chunks > 1]:
-        line = simulator(name, ranks, costs.microbatches, chunks).run(costs)
+        mine = costs.reordered(order(costs, name, ranks, chunks)) if reorder else costs
+        line = simulator(name, ranks, costs.microbatches, chunks).run(mine)
         found.append(Estimate(name, line.makespan, max(line.peak_memory)))
     return found
 
 
 @lru_cache(maxsize=256)
-def choose(placement: PlacementName, ranks: int, chunks: int, costs: Costs, memory: float | None = None) -> str:
+def choose(placement: PlacementName, ranks: int, chunks: int, costs: Costs, memory: float | None = None,
+           reorder: bool = False) -> str:
     """The cheapest schedule of one step.
 
     Args:
@@ -56,22 +51,23 @@ def choose(placement: PlacementName, ranks: int, chunks: int, costs: Costs, memo
         costs: of the step's micro-batches, in the order in which they come.
         memory: how many micro-batches' activations of 1/P of the model a rank can hold; None: enough. If no schedule
             keeps within it, the one that holds least is taken.
+        reorder: whether each schedule will have the micro-batches in its own order (`order`), and is priced so.
     Returns:
         A name in `generators.SCHEDULES`; with few micro-batches its fallback is what was priced and will run.
     """
-    return _best(estimates(placement, ranks, chunks, costs), memory).name
+    return _best(estimates(placement, ranks, chunks, costs, reorder), memory).name
 
 
 def choose_placement(ranks: int, layers: int, lengths: Sequence[float], *, memory: float | None = None,
                      ratio: tuple[float, float, float] = (1.0, 1.0, 1.0), hop: float = 0.0,
-                     hidden: float = 0.0) -> tuple[PlacementName, str]:
+                     hidden: float = 0.0, reorder: bool = False) -> tuple[PlacementName, str]:
     """Where the stages of a run go: looped (one stage a rank) or in a V (two), whichever has the cheaper schedule.
 
     Args:
         ranks: P.
         layers: of the model; a V has 2P stages, which need a layer each.
         lengths: expected lengths in tokens of the micro-batches of a step, in order.
-        memory: as in `choose`.
+        memory, reorder: as in `choose`.
         ratio: F : I : W.
         hop: time of one transfer as a share of a forward of 1/P of the model on a micro-batch of mean length.
         hidden: share of F and of I that is communication which a pair hides (0 where pairs are sequential).
@@ -87,7 +83,7 @@ def choose_placement(ranks: int, layers: int, lengths: Sequence[float], *, memor
     found: list[tuple[PlacementName, Estimate]] = []
     for placement, chunks in (("looped", 1), ("v", 2)):
         costs = model_costs(ranks, ranks * chunks, weights, ratio, hop * ratio[0], hidden)
-        found.append((placement, _best(estimates(placement, ranks, chunks, costs), memory)))
+        found.append((placement, _best(estimates(placement, ranks, chunks, costs, reorder), memory)))
     best = _best([estimate for _, estimate in found], memory)
     placement = next(name for name, estimate in found if estimate is best)
     work = math.fsum(ratio) * len(weights)

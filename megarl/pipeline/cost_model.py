@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.pipeline.schedule import Pair
-from megarl.pipeline.simulate import Costs, Timeline
-from megarl.pipeline.trace import spans
+from megarl.pipeline.simulate import Costs
+from megarl.pipeline.trace import Span
 
 _KINDS = {"F": "forward", "I": "input_grad", "W": "weight_grad"}
 
@@ -136,15 +136,14 @@ class CostModel:
         return _rounded(min(max(float(np.dot(saved, could) / np.dot(could, could)), 0.0), 1.0))
 
 
-def measured(line: Timeline, slot_costs: Sequence[float] | np.ndarray) -> list[Measured]:
-    """The rows of one traced step.
+def measured(spans: Iterable[Span], slot_costs: Sequence[float] | np.ndarray) -> list[Measured]:
+    """The rows of one traced step, or of one rank of it.
 
     Args:
-        line: the step's timeline (`trace.timeline`).
-        slot_costs: for each micro-batch, in the order of the schedule's numbers, its cost.
+        slot_costs: for each micro-batch, by its number in the schedule, its cost.
     """
     rows = []
-    for span in spans(line):
+    for span in spans:
         item, seconds = span.item, span.end - span.start
         if isinstance(item, Pair):
             one, two = item.forward, item.backward

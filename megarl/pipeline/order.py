@@ -15,12 +15,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from megarl.pipeline.choose import simulator
-from megarl.pipeline.simulate import Costs
+from megarl.pipeline.simulate import Costs, Simulator, simulator
 
 _TRIALS = 32  # orders that are priced together
-_EFFORT = 400_000  # trials x items of the schedule, 20 to 50 ms
-_MOST_ROUNDS = 24
+_EFFORT = 500_000  # trials x items of the schedule
+_MOST_ROUNDS = 32
 
 
 @lru_cache(maxsize=256)
@@ -77,7 +76,7 @@ def _seconds(costs: Costs) -> np.ndarray:
     return total
 
 
-def _first_best(simulated, costs: Costs, orders: np.ndarray) -> tuple[np.ndarray, float]:
+def _first_best(simulated: Simulator, costs: Costs, orders: np.ndarray) -> tuple[np.ndarray, float]:
     makespans = simulated.makespans(costs, orders)
     at = int(makespans.argmin())
     return orders[at], float(makespans[at])

@@ -10,10 +10,11 @@ Only additions and maxima of float64 in a fixed order: equal costs give equal bi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
+from megarl.pipeline.generators import fitting
 from megarl.pipeline.schedule import Item, Op, Pair, Schedule, parts
 
 # planes of the table of durations; an item's duration is the sum of two of them
@@ -143,6 +144,13 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
             peak = max(peak, live)
         peaks.append(peak)
     return tuple(peaks)
+
+
+@lru_cache(maxsize=256)
+def simulator(name: str, ranks: int, microbatches: int, chunks: int) -> Simulator:
+    """Of the schedule `name`, or of what stands in for it with so few micro-batches; kept."""
+    schedule, _ = fitting(name, ranks, microbatches, chunks)
+    return Simulator(schedule)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -7,8 +7,8 @@ Lengths: `conv` are single conversations (tests/bench/data, prompt + answer); `p
 follows); `tail` are log-normal with sigma 1. Time is proportional to `sequence_cost`, F = I = W.
 
 Columns: mean over the seeds of makespan / work of a rank (1.0: no bubble) in arrival order, long first, short at both
-ends, and in the order of `pipeline.order`; the share of the bubble of the best other order that ours removes; how often
-ours is slower than arrival; time of one `order`. With --sure, also the best of 20 times as many trials.
+ends, and in the order of `pipeline.order`; the share of the bubble of the best other one that ours removes; how
+often ours is slower than arrival; CPU time of one `order`. With --sure, also the best of 20 times as many trials.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 from megarl.data.packing import plan_packs, sequence_cost  # noqa: E402
 from megarl.pipeline import order as ordering  # noqa: E402
-from megarl.pipeline.choose import model_costs, simulator  # noqa: E402
+from megarl.pipeline.choose import model_costs  # noqa: E402
 from megarl.pipeline.generators import SCHEDULES  # noqa: E402
+from megarl.pipeline.simulate import simulator  # noqa: E402
 
 
 def costs_of(kind: str, count: int, seed: int) -> np.ndarray:
@@ -61,9 +62,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
         weights /= weights.mean()
         simulated = simulator(name, options.ranks, len(weights), chunks)
         costs = model_costs(options.ranks, simulated.schedule.stages, weights, (1, 1, 1), options.hop)
-        start = time.perf_counter()
+        start = time.process_time()
         ours = ordering.order.__wrapped__(costs, name, options.ranks, chunks)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append((time.process_time() - start) * 1e3)
         orders = [range(len(weights)), ordering.long_first(costs), ordering.short_at_both_ends(costs), ours]
         orders += [more_trials(costs, name, options.ranks, chunks)] if options.sure else []
         rows.append(simulated.makespans(costs, np.array([list(one) for one in orders])) / (3 * len(weights)))

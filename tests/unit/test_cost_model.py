@@ -10,6 +10,7 @@ import pytest
 from megarl.pipeline.cost_model import CostModel, Line, Measured, measured
 from megarl.pipeline.generators import SCHEDULES
 from megarl.pipeline.simulate import simulate
+from megarl.pipeline.trace import spans
 
 TRUE = CostModel(tuple(Line(0.01 * s, 1e-6 * (s + 1)) for s in range(8)), tuple(Line(0.02, 2e-6) for _ in range(8)),
                  tuple(Line(0.005 * s, 1.5e-6) for s in range(8)), hidden=0.25, hop=0.003, hop_per_token=1e-6)
@@ -35,7 +36,7 @@ def test_costs_follow_the_lines():
 def test_a_traced_step_gives_the_true_model_back():
     """DualPipeV: forwards, full and split backwards and pairs, all in one step."""
     line = simulate(SCHEDULES["dualpipev"].generate(4, 9, 2), TRUE.costs(SLOTS, TOKENS))
-    rows = measured(line, SLOTS)
+    rows = measured(spans(line), SLOTS)
     assert {row.kind for row in rows} == {"F", "B", "I", "W", "FB"}
     same(CostModel.fit(8, rows, hop=0.003, hop_per_token=1e-6), TRUE)
 
@@ -76,7 +77,7 @@ def test_what_is_missing_is_named():
 
 
 def test_a_dict_in_any_order_gives_equal_bits():
-    rows = measured(simulate(SCHEDULES["zb-v"].generate(4, 9, 2), TRUE.costs(SLOTS, TOKENS)), SLOTS)
+    rows = measured(spans(simulate(SCHEDULES["zb-v"].generate(4, 9, 2), TRUE.costs(SLOTS, TOKENS))), SLOTS)
     model = CostModel.fit(8, rows, hop=1 / 3)
     numbers = model.to_dict()
     assert all(type(value) is float for value in numbers.values()) and len(numbers) == 3 * 8 * 2 + 3

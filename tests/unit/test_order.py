@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megarl.pipeline import order as ordering
-from megarl.pipeline.choose import model_costs, simulator
+from megarl.pipeline.choose import model_costs
 from megarl.pipeline.generators import SCHEDULES
 from megarl.pipeline.order import hills, long_first, order, short_at_both_ends
-from megarl.pipeline.simulate import Costs, simulate
+from megarl.pipeline.simulate import Costs, simulate, simulator
 
 
 def costs_of(name: str, ranks: int, weights) -> tuple[Costs, int]:
