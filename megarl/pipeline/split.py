@@ -93,6 +93,13 @@ class WeightGradients:
         while waiting:
             waiting.pop()()  # and free what the closure held
 
+    def refuse_waiting(self, key: Key) -> None:
+        """For a B of `key` whose W is not this object's business. Local weight gradients do not mind.
+
+        Raises:
+            RuntimeError: in QueuedWeightGradients, an earlier I of this stage has not had its W.
+        """
+
     def assert_empty(self) -> None:
         """At the end of a schedule.
 
@@ -150,12 +157,16 @@ class QueuedWeightGradients(WeightGradients):
         if not self._modules[key[0]]:
             yield
             return
-        oldest = self._oldest(key[0])
-        if oldest is not None:
-            raise RuntimeError(f"B of {_name(key)} between I and W of {_name(oldest)}: {_ORDER}")
+        self.refuse_waiting(key)
         with self.defer(key):
             yield
         self.run(key)
+
+    def refuse_waiting(self, key: Key) -> None:
+        """See the base class."""
+        oldest = self._oldest(key[0])
+        if oldest is not None:
+            raise RuntimeError(f"B of {_name(key)} between I and W of {_name(oldest)}: {_ORDER}")
 
     def run(self, key: Key) -> None:
         """W; also a RuntimeError if another I of this stage has waited longer."""
