@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from megarl.objective.advantages import has_signal
 from megarl.objective.recipes import Objective, resolve
 from megarl.observe.console import banner
 from megarl.observe.report import Reporter
+from megarl.pipeline import trace
+from megarl.pipeline.trace import Span
 from megarl.reward.pool import RewardPool
 from megarl.reward.registry import Term, term_keys
 from megarl.rollout.evaluate import evaluate
@@ -34,7 +36,7 @@ from megarl.rollout.generate import Collected, Generator
 from megarl.rollout.protocol import format_version
 from megarl.rollout.records import write_rollouts
 from megarl.sync.publish import WeightPublisher
-from megarl.update.experience import Experience
+from megarl.update.experience import Experience, Minibatch
 from megarl.update.policy import Policy
 
 
@@ -78,12 +80,32 @@ class Trainer:
 
     def experience(self, taken: Taken) -> Experience:
         """Pack a step's samples and move them to the ranks that train them."""
-        found = Experience.build(taken, self.progress.step, self.config, self.objective, self.groups, self.pad_token)
+        pace = self.policy.pace
+        found = Experience.build(taken, self.progress.step, self.config, self.objective, self.groups, pace,
+                                 self.pad_token)
+        for note in pace.news():
+            self.report.say(f"pipeline: {note}")
         oversized = sum(len(minibatch.plan.oversized) for minibatch in found.minibatches)
         if oversized:
             self.report.say(f"warning: {oversized} sequences are longer than batch.max_tokens "
                             f"({self.config.batch.max_tokens}); each has a micro-batch of its own")
         return found
+
+    def update(self, minibatch: Minibatch) -> dict[str, float]:
+        """One optimizer step; its timeline is written if the step is one of observe.trace_steps."""
+        step = self.progress.step + 1
+        traced = step in self.config.observe.trace_steps
+        stats = self.policy.update(minibatch, timed=traced)
+        if traced:
+            speaks = self.groups.tp == self.groups.cp == self.groups.dp == 0
+            spans: list[list[Span]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(spans, self.policy.spans if speaks else [])
+            path = self.run_dir / "traces" / f"step_{step:08d}_update_{self.policy.optimizer.updates}.jsonl"
+            if dist.get_rank() == 0:
+                path.parent.mkdir(exist_ok=True)
+                trace.write(path, sum(spans, []))
+            self.report.say(f"timeline: {path} (picture: python tools/schedule.py draw --trace {path} --out timeline.html)")
+        return stats
 
     def publish(self) -> None:
         """Give the engines the present weights; their version is the number of finished steps."""
@@ -117,7 +139,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the progress."""
-        self.checkpoints.save(self.progress)
+        self.checkpoints.save(replace(self.progress, costs=self.policy.pace.state()))
 
     def finish(self) -> None:
         """The last checkpoint, the reward curve and the Hugging Face export."""
@@ -154,6 +176,7 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             raise UserMistake(f"{newest} is of an earlier run", "run.dir",
                               "use another directory, remove that run, or set checkpoint.resume: true")
         progress = checkpoints.load(newest) if newest else Progress()
+        policy.pace.resume(progress.costs)
         report = stack.enter_context(Reporter(config, run_dir, groups, progress.step + 1 if newest else 0))
         report.say(banner({"layout": f"{layout.describe()} + {partition.rollouts} rollout", "objective":
                            objective.describe(), "model": f"{hf.family} {config.model.path}",
@@ -178,7 +201,7 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             fleet.wait_ready(config.cluster.start_timeout_s, lambda up, of: report.say(f"engines up: {up} of {of}"))
         meet = Meeting(control.store, partition.trainers)
         meet()
-        publisher = WeightPublisher(policy.chunks, hf, layout, config, address=control.address,
+        publisher = WeightPublisher(policy.chunks, hf, config, address=control.address,
                                     generation=control.generation, fleet=fleet)
         stack.callback(publisher.close)
         buffer = ExperienceBuffer(_collector(config, sampling), groups, _term_names(config), meet)

@@ -41,7 +41,7 @@ def train(config: Config, trainer: Trainer) -> None:
                 policy.old_logprobs(minibatch)
             experience.set_advantages()
         with report.phases("update"):
-            updates = [policy.update(minibatch) for minibatch in experience.passes()]
+            updates = [trainer.update(minibatch) for minibatch in experience.passes()]
         trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1, position=taken.next_position)
         with report.phases("publish"):
             trainer.publish()

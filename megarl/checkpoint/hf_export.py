@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from megarl.checkpoint import shares
 from megarl.checkpoint.safetensors_dir import INDEX, SINGLE, SafetensorsDir
 from megarl.config.layout import Layout
+from megarl.config.stages import Part
 from megarl.model.chunk import unwrapped
 from megarl.model.families import tables
 from megarl.model.families.tables import CUT_DIM
@@ -48,7 +49,7 @@ def iter_hf_tensors(chunks: list[torch.nn.Module], hf: HFConfig) -> Iterator[tup
     for chunk in map(unwrapped, chunks):
         table = tables.table(hf, chunk.implementation)
         named = dict(chunk.named_parameters())
-        for parameter in shares.parameters(table, hf, chunk.stage, chunk.stages, here.ep_size):
+        for parameter in shares.parameters(table, hf, chunk.part, here.ep_size):
             if shares.is_copy(parameter, hf):
                 continue
             entry = parameter.entry
@@ -98,7 +99,7 @@ def save_hf(chunks: list[torch.nn.Module], hf: HFConfig, layout: Layout, source_
         for stale in (*target.glob("*.safetensors"), *target.glob(INDEX)):
             stale.unlink()
     dist.barrier()
-    files, total = plan_shards(hf, layout.pipeline, layout.expert, dtypes, shard_bytes)
+    files, total = plan_shards(hf, unwrapped(chunks[0]).model, layout.expert, dtypes, shard_bytes)
     left = Counter(files.values())
     shard: dict[str, torch.Tensor] = {}
     for name, tensor in iter_hf_tensors(chunks, hf):
@@ -119,7 +120,7 @@ def save_hf(chunks: list[torch.nn.Module], hf: HFConfig, layout: Layout, source_
     dist.barrier()
 
 
-def plan_shards(hf: HFConfig, stages: int, ep_size: int, dtypes: dict[str, torch.dtype],
+def plan_shards(hf: HFConfig, parts: Sequence[Part], ep_size: int, dtypes: dict[str, torch.dtype],
                 shard_bytes: int) -> tuple[dict[str, str], int]:
     """Which file each tensor goes to ({name: file}, in the order of `iter_hf_tensors`), and all tensors' bytes.
 
@@ -129,9 +130,9 @@ def plan_shards(hf: HFConfig, stages: int, ep_size: int, dtypes: dict[str, torch
     shapes = {tensor.name: tensor.shape for tensor in tables.hf_tensors(hf)}
     numbers: dict[str, int] = {}
     shard, filled, total = 0, 0, 0
-    for stage in range(stages):
+    for part in parts:
         shard, filled = shard + 1, 0
-        for parameter in shares.parameters(whole, hf, stage, stages, ep_size):
+        for parameter in shares.parameters(whole, hf, part, ep_size):
             for name in [] if shares.is_copy(parameter, hf) else sum(_names(parameter, hf, ep_size), []):
                 size = torch.Size(shapes[name]).numel() * dtypes[name].itemsize
                 if filled and filled + size > shard_bytes:

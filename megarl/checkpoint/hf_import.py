@@ -33,7 +33,7 @@ def load_hf(chunks: list[torch.nn.Module], path: str | Path, hf: HFConfig) -> No
 def _load_chunk(chunk: PolicyChunk, checkpoint: SafetensorsDir, hf: HFConfig, here: shares.Coordinates) -> None:
     table = tables.table(hf, chunk.implementation)
     left = dict(chunk.named_parameters())
-    for parameter in shares.parameters(table, hf, chunk.stage, chunk.stages, here.ep_size):
+    for parameter in shares.parameters(table, hf, chunk.part, here.ep_size):
         entry, target = parameter.entry, left.pop(parameter.megatron_name)
         expert = here.ep * (hf.experts // here.ep_size) + parameter.expert
         parts = [checkpoint.read(name, entry.hf[number].shape,

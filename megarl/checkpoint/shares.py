@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megarl.config.stages import Part
 from megarl.model.families.tables import CUT_DIM, Entry, Table, padded_groups
 from megarl.model.hf_config import HFConfig
 
@@ -59,22 +60,21 @@ class Parameter:
                 for tensor in self.entry.hf]
 
 
-def parameters(table: Table, hf: HFConfig, stage: int, stages: int, ep_size: int) -> Iterator[Parameter]:
+def parameters(table: Table, hf: HFConfig, part: Part, ep_size: int) -> Iterator[Parameter]:
     """A stage's parameters in order; a MoE layer's experts are those of one expert-parallel rank.
 
     With tied embeddings the last of several stages has a copy of the embedding as its head (`is_copy`).
     """
-    layers, experts = hf.layers // stages, hf.experts // ep_size
-    first_layer = stage * layers
-    if stage == 0:
+    experts, first_layer = hf.experts // ep_size, part.first_layer
+    if part.is_first:
         yield from (Parameter(entry, 0, 0, first_layer) for entry in table.embedding)
-    for layer in range(layers):
+    for layer in range(part.layers):
         for entry in table.layer:
             for expert in range(experts if entry.expert else 1):
                 yield Parameter(entry, layer, expert, first_layer)
-    if stage == stages - 1:
+    if part.is_last:
         yield from (Parameter(entry, 0, 0, first_layer) for entry in (*table.norm, *table.head))
-        if hf.tied and stage > 0:
+        if hf.tied and not part.is_first:
             yield Parameter(Entry("output_layer.weight", table.embedding[0].hf, "vocab"), 0, 0, first_layer)
 
 

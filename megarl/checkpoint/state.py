@@ -11,7 +11,7 @@ import json
 import random
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ class Progress:
     Attributes:
         step: experiences trained on.
         position: prompts drawn, kept or not; the data's only state.
+        costs: of the pipeline's operations, as measured; {} where they are not.
     """
 
     step: int = 0
     position: int = 0
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -140,9 +142,7 @@ class Checkpoints:
         rank, world = dist.get_rank(), dist.get_world_size()
         state: dict[str, Any] = {f"model{number}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
                                  for number, chunk in enumerate(self._optimizer.chunks)}
-        model = {name: tensor for number in range(len(self._optimizer.chunks))
-                 for name, tensor in state[f"model{number}"].items()}
-        state["optimizer"] = self._optimizer.inner.sharded_state_dict(model, is_loading=loading,
+        state["optimizer"] = self._optimizer.inner.sharded_state_dict(dict(state), is_loading=loading,
                                                                       metadata=dict(_METADATA))
         if with_random:
             state["random"] = ShardedObject("random", _random_state(), (world,), (rank,))

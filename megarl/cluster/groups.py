@@ -23,6 +23,7 @@ class Groups:
         tp, cp, dp, pp: this rank's coordinates.
         block: the ranks that train the same samples; global ranks in `block_ranks`, the leader first.
         leaders: all leaders, in order of their dp coordinate; None on other ranks.
+        pipeline_ranks: global ranks of this pipeline, in order of their pp coordinate.
     """
 
     layout: Layout
@@ -33,21 +34,12 @@ class Groups:
     block: dist.ProcessGroup
     block_ranks: tuple[int, ...]
     leaders: dist.ProcessGroup | None
+    pipeline_ranks: tuple[int, ...]
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank draws prompts and holds samples for its block."""
         return self.tp == self.cp == self.pp == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether the loss is computed here."""
-        return self.pp == self.layout.pipeline - 1
-
-    @property
-    def counts_once(self) -> bool:
-        """Last stage, first tensor rank: where each token's statistics are counted exactly once."""
-        return self.is_last_stage and self.tp == 0
 
 
 def start_trainers(layout: Layout, rank: int, store: dist.Store, timeout_s: float, seed: int) -> Groups:
@@ -74,7 +66,7 @@ def make_groups(layout: Layout, timeout: datetime.timedelta, seed: int) -> Group
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline // layout.mirrors,
         context_parallel_size=layout.context, expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor, create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)))
@@ -88,15 +80,28 @@ def make_groups(layout: Layout, timeout: datetime.timedelta, seed: int) -> Group
             block, ranks = group, tuple(members)
     leaders = dist.new_group([block_members(layout, number)[0] for number in range(layout.data)], timeout=timeout)
     is_leader = tp == cp == pp == 0
-    return Groups(layout, tp, cp, dp, pp, block, ranks, leaders if is_leader else None)
+    return Groups(layout, tp, cp, dp, pp, block, ranks, leaders if is_leader else None,
+                  pipeline_members(layout, dist.get_rank()))
 
 
 def coordinates(layout: Layout, rank: int) -> tuple[int, int, int, int]:
-    """(tp, cp, dp, pp) of a trainer: tensor runs fastest, then context, data, pipeline (Megatron-core's default)."""
+    """(tp, cp, dp, pp) of a trainer.
+
+    Tensor runs fastest, then context, data, pipeline, as in Megatron-core; where stages are mirrored, the second half
+    of each pipeline lies backwards beside the first, as further data-parallel ranks.
+    """
     rank, tp = divmod(rank, layout.tensor)
     rank, cp = divmod(rank, layout.context)
-    pp, dp = divmod(rank, layout.data)
-    return tp, cp, dp, pp
+    rank, dp = divmod(rank, layout.data)
+    pp, mirror = divmod(rank, layout.mirrors)
+    return tp, cp, dp, layout.pipeline - 1 - pp if mirror else pp
+
+
+def pipeline_members(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Global ranks of the pipeline that `rank` is in, by their pp coordinate."""
+    tp, cp, dp, _ = coordinates(layout, rank)
+    places = {coordinates(layout, other): other for other in range(layout.world)}
+    return tuple(places[tp, cp, dp, pp] for pp in range(layout.pipeline))
 
 
 def block_members(layout: Layout, dp: int) -> list[int]:

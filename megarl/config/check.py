@@ -15,6 +15,7 @@ from megarl.config import files, keys, options
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import Origin, read
 from megarl.config.schema import Config
+from megarl.config.stages import parts
 from megarl.errors import UserMistake, UserMistakes
 
 if TYPE_CHECKING:
@@ -214,7 +215,8 @@ def _layout(config: Config, layout: Layout, notes: list[str]) -> Iterator[UserMi
     known = Path(config.model.path).is_dir()  # else _paths has told
     if known and (hf := _collect(found, lambda: HFConfig.read(config.model.path))):
         _collect(found, lambda: check_model(
-            layout, kv_heads=hf.kv_heads, layers=hf.layers, experts=hf.experts, ffn=hf.moe_ffn or hf.ffn))
+            layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn or hf.ffn))
+        _collect(found, lambda: parts(hf, layout, config.parallel.layers_per_stage))
         if hf.kv_heads % layout.tensor:
             notes.append(f"parallel.tensor {layout.tensor} does not divide the model's {hf.kv_heads} key/value heads: "
                          f"they are padded to {padded_groups(hf.kv_heads, layout.tensor)}")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import UserMistake
+from megarl.pipeline.schedule import PlacementName, placement
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -21,6 +23,10 @@ class Layout:
 
     Expert parallelism is laid inside tensor x context x data of one pipeline stage, as in Megatron-core:
     tensor * context * data = expert_tensor * expert * expert_data.
+
+    Attributes:
+        placement: which pipeline rank holds which stages (`pipeline.schedule.placement`).
+        chunks: stages on each pipeline rank; 2 where placement is v or mirrored.
     """
 
     world: int
@@ -30,6 +36,8 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     sequence: bool = False
+    placement: PlacementName = "looped"
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("world", "tensor", "pipeline", "context", "expert", "expert_tensor"):
@@ -49,14 +57,26 @@ class Layout:
         if self.sequence and self.tensor == 1:
             raise UserMistake("sequence parallelism needs tensor parallelism", "parallel.sequence",
                               "set parallel.tensor above 1 or leave parallel.sequence at auto")
+        if self.placement == "mirrored" and self.pipeline % 2:
+            raise UserMistake(f"dualpipe puts every stage on two ranks, {self.pipeline} is odd", "parallel.pipeline",
+                              "use an even number, or pipeline.schedule: dualpipev")
+        assert self.chunks == 2 or self.placement == "looped"
 
     @classmethod
     def from_config(cls, config: Config) -> Layout:
-        """The layout that `cluster.trainers` and `parallel` say; `parallel.sequence: auto` is on if tensor > 1."""
+        """The layout that `cluster.trainers`, `parallel` and `pipeline` say.
+
+        `parallel.sequence: auto` is on if tensor > 1; where `pipeline.schedule` is auto, `pipeline.choose` says where
+        the stages are.
+        """
         parallel = config.parallel
         sequence = parallel.tensor > 1 if parallel.sequence == "auto" else parallel.sequence
-        return cls(config.cluster.trainers, parallel.tensor, parallel.pipeline, parallel.context, parallel.expert,
+        degrees = (config.cluster.trainers, parallel.tensor, parallel.pipeline, parallel.context, parallel.expert,
                    parallel.expert_tensor, sequence)
+        if parallel.pipeline == 1:
+            return cls(*degrees)
+        name, chunks = stage_placement(config, cls(*degrees))
+        return cls(*degrees, name, chunks)
 
     @property
     def data(self) -> int:
@@ -65,8 +85,27 @@ class Layout:
 
     @property
     def expert_data(self) -> int:
-        """Number of replicas of each expert shard."""
+        """Number of replicas of each expert shard, for each of a pipeline's mirrors."""
         return self.world // (self.pipeline * self.expert * self.expert_tensor)
+
+    @property
+    def stages(self) -> int:
+        """Stages that the layers are cut into."""
+        return len(self.placement_table)
+
+    @property
+    def placement_table(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the pipeline ranks that hold it."""
+        return placement(self.placement, self.pipeline, self.chunks)
+
+    @property
+    def mirrors(self) -> int:
+        """On how many ranks of a pipeline each stage is.
+
+        Mirrored ranks r and P-1-r hold the same stages, so to Megatron-core, whose groups, distributed optimizer and
+        checkpoints ask only who holds the same weights, they are data-parallel ranks of a pipeline half as long.
+        """
+        return 2 if self.placement == "mirrored" else 1
 
     @property
     def sequence_multiple(self) -> int:
@@ -83,16 +122,40 @@ class Layout:
     def describe(self) -> str:
         """One line for the banner: `TP2+SP PP2 CP1 EP2 ETP1 DP2 (8 ranks)`."""
         tp = f"TP{self.tensor}" + ("+SP" if self.sequence else "")
-        return (f"{tp} PP{self.pipeline} CP{self.context} EP{self.expert} ETP{self.expert_tensor} "
+        where = "" if self.chunks == 1 else f"x{self.chunks}" if self.placement == "looped" else f" {self.placement}"
+        return (f"{tp} PP{self.pipeline}{where} CP{self.context} EP{self.expert} ETP{self.expert_tensor} "
                 f"DP{self.data} ({self.world} ranks)")
 
 
-def check_model(layout: Layout, *, kv_heads: int, layers: int, experts: int = 0, ffn: int = 0) -> None:
-    """Refuse a layout that the model cannot be cut into.
+def stage_placement(config: Config, layout: Layout) -> tuple[PlacementName, int]:
+    """Where `pipeline.schedule` puts stages: (placement, stages a rank); `layout` has the degrees.
+
+    auto expects micro-batches that are full, as many as responses of half the permitted length make.
+    """
+    from megarl.model.hf_config import HFConfig
+    from megarl.pipeline.choose import choose_placement
+    from megarl.pipeline.generators import SCHEDULES
+
+    name = config.pipeline.schedule
+    if name != "auto":
+        family = SCHEDULES[name]
+        return family.placement, config.pipeline.chunks if name == "interleaved" else family.chunks
+    if not (Path(config.model.path) / "config.json").is_file():  # the check tells
+        return "looped", 1
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt / config.batch.minibatches
+    tokens = samples * (config.data.max_prompt_tokens + config.rollout.max_response_tokens) / 2 / layout.data
+    microbatches = math.ceil(tokens / config.batch.max_tokens)
+    chosen, _ = choose_placement(layout.pipeline, HFConfig.read(config.model.path).layers, [1.0] * microbatches,
+                                 memory=config.pipeline.memory)
+    return chosen, 1 if chosen == "looped" else 2
+
+
+def check_model(layout: Layout, *, kv_heads: int, experts: int = 0, ffn: int = 0) -> None:
+    """Refuse a layout that the model's layers cannot be cut into (`stages.parts` cuts the model into layers).
 
     Args:
         layout: the trainers' degrees.
-        kv_heads, layers, experts, ffn: sizes of the model (experts 0 for a dense one; ffn of a dense layer or
+        kv_heads, experts, ffn: sizes of the model (experts 0 for a dense one; ffn of a dense layer or
             of one expert).
     Raises:
         UserMistake: names the key and what would be right.
@@ -105,7 +168,6 @@ def check_model(layout: Layout, *, kv_heads: int, layers: int, experts: int = 0,
 
     if layout.tensor > kv_heads:  # else heads are padded with less than as many again
         must_divide(layout.tensor, kv_heads, "tensor", "key/value heads")
-    must_divide(layout.pipeline, layers, "pipeline", "layers")
     if experts:
         must_divide(layout.expert, experts, "expert", "experts")
         must_divide(layout.expert_tensor, ffn, "expert_tensor", "expert FFN columns")

@@ -39,7 +39,7 @@ MEGATRON_OWNED = {  # fields that follow from other keys or from the model; set 
     **dict.fromkeys(("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
                      "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
                      "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-                    "stages have equal numbers of layers"),
+                    "set pipeline.schedule or parallel.layers_per_stage"),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "megarl trains without dropout: log-probs must repeat"),
     "moe_enable_routing_replay": "RouterState.set_replay replays routing",
 }

@@ -44,11 +44,24 @@ class ParallelConfig(Section):
     """Degrees of the trainer partition; the data-parallel degree follows."""
 
     tensor: PositiveInt = Field(1, description="ranks that share each matrix")
-    pipeline: PositiveInt = Field(1, description="stages that the layers are cut into")
+    pipeline: PositiveInt = Field(1, description="ranks that share the layers; see the section pipeline")
+    layers_per_stage: list[PositiveInt] | Literal["auto"] = Field(
+        "auto", description="layers of each pipeline stage; auto: balanced, the head counted in")
     context: PositiveInt = Field(1, description="ranks that share each sequence")
     expert: PositiveInt = Field(1, description="ranks that share the experts; inside tensor x context x data")
     expert_tensor: PositiveInt = Field(1, description="ranks that share each expert's matrices")
     sequence: bool | Literal["auto"] = Field("auto", description="sequence parallelism; auto: on if tensor > 1")
+
+
+class PipelineConfig(Section):
+    """How micro-batches pass through the pipeline ranks; of no effect where parallel.pipeline is 1."""
+
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev", "dualpipe"] = Field(
+        "auto", description="auto: where stages are is chosen at the start, the cheapest schedule for it at each step")
+    chunks: PositiveInt = Field(2, description="stages on each rank; of the interleaved schedule")
+    memory: PositiveFloat | None = Field(None, description="of auto: how many micro-batches' activations of the layers "
+                                         "of one rank it may hold; none: as many as the cheapest schedule takes")
+    reorder: bool = Field(True, description="put micro-batches of unequal length in the order that takes least time")
 
 
 class BalanceConfig(Section):
@@ -259,6 +272,8 @@ class ObserveConfig(Section):
     jsonl: bool = Field(True, description="write run.dir/metrics.jsonl, one line a step")
     rollouts: NonNegativeInt = Field(0, description="write the samples of every so many steps as JSONL; 0 is off")
     progress: bool = Field(True, description="progress bar on a terminal")
+    trace_steps: list[PositiveInt] = Field(
+        default_factory=list, description="steps whose pipeline timeline is written to run.dir/traces")
 
 
 class Config(Section):
@@ -267,6 +282,7 @@ class Config(Section):
     run: RunConfig = Field(RunConfig(), description="the run as a whole")
     cluster: ClusterConfig = Field(ClusterConfig(), description="who does what")
     parallel: ParallelConfig = Field(ParallelConfig(), description="degrees of the trainer partition")
+    pipeline: PipelineConfig = Field(PipelineConfig(), description="the order of work in a pipeline")
     model: ModelConfig = Field(description="the policy")
     data: DataConfig = Field(description="training prompts")
     rollout: RolloutConfig = Field(RolloutConfig(), description="sampling during training")

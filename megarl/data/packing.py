@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -52,6 +52,12 @@ class PackingPlan:
     def slots(self) -> int:
         """Micro-batches on every rank."""
         return len(self.bins[0])
+
+    def reordered(self, order: Sequence[int]) -> PackingPlan:
+        """The same micro-batches with slot order[k] in place k."""
+        at = list(order)
+        return replace(self, bins=[[bins[slot] for slot in at] for bins in self.bins], tokens=self.tokens[:, at],
+                       cost=self.cost[:, at])
 
     @property
     def balance(self) -> float:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.cluster import device
-from megarl.config import options
+from megarl.cluster.groups import coordinates
+from megarl.config import options, stages
 from megarl.config.layout import Layout, check_model
 from megarl.config.schema import Config
+from megarl.config.stages import Part
 from megarl.errors import UserMistake
 from megarl.model import megatron_fixes
 from megarl.model.chunk import PolicyChunk
@@ -59,8 +63,7 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
         UserMistake: the model cannot be cut so, or a `megatron:` option is unknown, decided elsewhere, or refused by
             Megatron-core.
     """
-    check_model(layout, kv_heads=hf.kv_heads, layers=hf.layers, experts=hf.experts,
-                ffn=hf.moe_ffn if hf.experts else hf.ffn)
+    check_model(layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn if hf.experts else hf.ffn)
     for mistake in options.check_megatron(config.megatron):
         raise mistake
     dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
@@ -72,7 +75,7 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
         layernorm_epsilon=hf.norm_eps, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         add_bias_linear=False, add_qkv_bias=hf.qkv_bias, qk_layernorm=hf.qk_norm, hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
         context_parallel_size=layout.context, sequence_parallel=layout.sequence, params_dtype=dtype,
         pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, calculate_per_token_loss=True,
         use_cpu_initialization=device.kind() == "cpu",
@@ -103,15 +106,48 @@ def build_chunks(hf: HFConfig, config: Config, layout: Layout) -> list[torch.nn.
     Needs parallel_state initialised for `layout`. Load weights with `checkpoint.hf_import.load_hf`.
     """
     megatron_fixes.apply()
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    return [build_chunk(hf, config, layout, stage, layout.pipeline)]
+    *_, rank = coordinates(layout, dist.get_rank())
+    model = stages.parts(hf, layout, config.parallel.layers_per_stage)
+    return [_build_chunk(hf, config, layout, model, part) for part in model
+            if rank in layout.placement_table[part.stage]]
 
 
-def build_chunk(hf: HFConfig, config: Config, layout: Layout, stage: int, stages: int) -> torch.nn.Module:
-    """The chunk of `stage` of `stages`: layers [stage, stage + 1) * layers / stages, embedding first, norm last."""
+def _build_chunk(hf: HFConfig, config: Config, layout: Layout, model: tuple[Part, ...], part: Part) -> PolicyChunk:
+    """The chunk of one stage.
+
+    Megatron-core takes a stage for a rank of its pipeline group. What it derives from that (numbers of layers in
+    checkpoints, what to do with tied embeddings) it gets from the stage instead, by a config and groups of its own.
+    """
     kind = implementation(config)
     transformer = transformer_config(hf, config, layout)
-    chunk = PolicyChunk(hf, transformer, block_spec(transformer, kind, hf.layers // stages), kind,
-                        padded_vocab(hf, layout), config.model.balance, stage, stages)
+    transformer.pipeline_model_parallel_layout = _FirstLayer(part.first_layer)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.pp, groups.embd = _StageGroup(part.stage, part.stages), None
+    chunk = PolicyChunk(hf, transformer, block_spec(transformer, kind, part.layers), kind,
+                        padded_vocab(hf, layout), config.model.balance, model, part, groups)
     megatron_fixes.mark_experts(chunk, layout)
     return chunk.to(device.current())
+
+
+@dataclass(frozen=True)
+class _StageGroup:
+    """What Megatron-core's model code asks of a pipeline group."""
+
+    stage: int
+    stages: int
+
+    def rank(self) -> int:
+        return self.stage
+
+    def size(self) -> int:
+        return self.stages
+
+
+@dataclass(frozen=True)
+class _FirstLayer:
+    """What Megatron-core's model code asks of a pipeline layout."""
+
+    first_layer: int
+
+    def get_layer_offset(self, *_: Any, **__: Any) -> int:
+        return self.first_layer

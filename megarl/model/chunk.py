@@ -7,11 +7,13 @@ from typing import Any, Literal
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema import BalanceConfig
+from megarl.config.stages import Part
 from megarl.model import rope
 from megarl.model.attention import LocalPack, varlen_kernel
 from megarl.model.hf_config import HFConfig
@@ -25,20 +27,18 @@ class PolicyChunk(GPTModel):
     Attributes:
         hf: the model's config.
         implementation: local or transformer_engine; decides the parameters' names.
-        stage, stages: which part of the model this is.
-        first_layer: number in the model of this chunk's first layer.
+        model, part: how the model is cut into stages, and which one this is.
         routers: state of this chunk's MoE routers; None in a dense model.
     """
 
     def __init__(self, hf: HFConfig, config: TransformerConfig, spec: TransformerBlockSubmodules,
                  implementation: Literal["local", "transformer_engine"], vocab_size: int, balance: BalanceConfig,
-                 stage: int, stages: int) -> None:
+                 model: tuple[Part, ...], part: Part, groups: ProcessGroupCollection) -> None:
         super().__init__(
             config=config, transformer_layer_spec=spec, vocab_size=vocab_size, max_sequence_length=hf.max_positions,
-            pre_process=stage == 0, post_process=stage == stages - 1, position_embedding_type="rope",
-            share_embeddings_and_output_weights=hf.tied, rotary_base=hf.rope_theta)
-        self.hf, self.implementation, self.stage, self.stages = hf, implementation, stage, stages
-        self.first_layer = stage * len(self.decoder.layers)
+            pre_process=part.is_first, post_process=part.is_last, position_embedding_type="rope",
+            share_embeddings_and_output_weights=hf.tied, rotary_base=hf.rope_theta, pg_collection=groups)
+        self.hf, self.implementation, self.model, self.part = hf, implementation, model, part
         self.rotary_pos_emb.inv_freq = rope.inverse_frequencies(hf).to(self.rotary_pos_emb.inv_freq.device)
         self.routers: RouterState | None = None
         if hf.experts:
@@ -88,7 +88,7 @@ class PolicyChunk(GPTModel):
     def head_weight(self) -> torch.Tensor:
         """The output projection [padded vocabulary / tp, hidden], tied or not; last stage only."""
         if not self.post_process:
-            raise RuntimeError(f"stage {self.stage} of {self.stages} has no head")
+            raise RuntimeError(f"stage {self.part.stage} of {self.part.stages} has no head")
         return self.shared_embedding_or_output_weight() if self.hf.tied else self.output_layer.weight
 
 

@@ -1,30 +1,35 @@
-"""Runs pipeline schedules on model chunks: training and forward-only, any number of stages (one included)."""
+"""Runs pipeline schedules on model chunks: training and forward-only, any placement of stages (one stage included)."""
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megarl.cluster import device
 from megarl.config.layout import Layout
 from megarl.pipeline.channels import Channels
 from megarl.pipeline.check import Report, check
-from megarl.pipeline.schedule import GENERATORS, Op, Schedule, Transfer, feeds, needs
+from megarl.pipeline.generators import fitting
+from megarl.pipeline.schedule import Item, Op, Schedule, Transfer, Wiring, parts
+from megarl.pipeline.split import weight_gradients
+from megarl.pipeline.trace import Span
 
 Stats = dict[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.nn.Module, Any], tuple[torch.Tensor, Stats]]
 
 
-@lru_cache(maxsize=64)
-def plan(name: str, ranks: int, microbatches: int, forward_only: bool) -> tuple[Schedule, Report]:
-    """A generated and checked schedule; kept, since generating and checking takes milliseconds."""
-    schedule = GENERATORS[name](ranks, microbatches)
+@lru_cache(maxsize=256)
+def plan(name: str, ranks: int, microbatches: int, chunks: int, forward_only: bool) -> tuple[Schedule, Report]:
+    """The schedule `name`, or what stands in for it with so few micro-batches; checked, and kept: that takes time."""
+    schedule, _ = fitting(name, ranks, microbatches, chunks)
     schedule = schedule.forward_only() if forward_only else schedule
     return schedule, check(schedule)
 
@@ -42,58 +47,70 @@ class Executor:
         layout: degrees of the trainers.
         hidden_size: h.
         dtype: of the hidden states between stages.
-        pp_group: the ranks of this pipeline; None where layout.pipeline is 1.
-        schedule: name of a generator in `schedule.GENERATORS`.
+        members: global ranks of this pipeline, in its order; one rank needs none.
         timeout_s: of every exchange.
+        implementation: of the chunks' layers.
+
+    Attributes:
+        peak_live: the largest number of stage activations that the last `train` held at once.
+        spans: what the last `train` did when, if it was timed.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], layout: Layout, hidden_size: int, dtype: torch.dtype,
-                 pp_group: dist.ProcessGroup | None = None, schedule: str = "1f1b", timeout_s: float = 600.0) -> None:
-        if layout.pipeline != (pp_group.size() if pp_group else 1):
-            raise ValueError(f"the layout has {layout.pipeline} pipeline ranks, the group another number")
-        self.channels = Channels(pp_group, timeout_s)
-        self.rank = pp_group.rank() if pp_group else 0
-        self.ranks, self.schedule = layout.pipeline, schedule
-        self.chunks = list(chunks)
+                 members: Sequence[int] = (), timeout_s: float = 600.0,
+                 implementation: Literal["local", "transformer_engine"] = "local") -> None:
+        if layout.pipeline != max(len(members), 1):
+            raise ValueError(f"the layout has {layout.pipeline} pipeline ranks, {len(members)} are given")
+        self.channels = Channels(members, timeout_s)
+        self.rank = members.index(dist.get_rank()) if len(members) > 1 else 0
+        self.ranks, self.chunks_per_rank = layout.pipeline, layout.chunks
+        held = [stage for stage, holders in enumerate(layout.placement_table) if self.rank in holders]
+        self.chunks = dict(zip(held, chunks, strict=True))
+        self.weight_gradients = weight_gradients(self.chunks, implementation)
         self.shards = layout.tensor if layout.sequence else 1
         self.hidden_size, self.dtype = hidden_size, dtype
         self.peak_live = 0
+        self.spans: list[Span] = []
 
-    def train(self, batches: Sequence[Any], loss_fn: Loss,
-              on_last_backward: Callable[[torch.nn.Module], None] | None = None) -> list[Stats | None]:
+    def train(self, batches: Sequence[Any], loss_fn: Loss, schedule: str = "1f1b", timed: bool = False
+              ) -> list[Stats | None]:
         """Forward and backward of all micro-batches; gradients are accumulated where the chunks accumulate them.
 
-        A chunk in DistributedDataParallel is in `no_sync` until its last backward, so that an overlapped gradient
-        reduction starts there and once.
+        A chunk in DistributedDataParallel is in `no_sync` but for the operations that complete its gradients: the last
+        B, or the last I and the last W. So an overlapped reduction starts there and once.
 
         Args:
             batches: the optimizer step's PackedBatches, the same on all pipeline ranks.
             loss_fn: `(hidden, chunk, batch) -> (loss, stats)`, called on the last stage with the bare chunk; the
                 gradient is that of the sum of all losses.
-            on_last_backward: called with the chunk as given, after its last backward.
+            schedule: a name in `generators.SCHEDULES`; its fallback is taken where it needs more micro-batches.
+            timed: note when each operation began and ended, waiting for the device both times.
         Returns:
-            Stats by micro-batch on the rank that holds the last stage, None for each elsewhere. `peak_live` is the
-            largest number of stage activations that were held at once.
+            Stats by micro-batch on the rank that computed its loss, None for each elsewhere.
         """
-        walk = _Walk(self, batches, *plan(self.schedule, self.ranks, len(batches), False), loss_fn, on_last_backward)
+        walk = _Walk(self, batches, *self._plan(schedule, batches, False), loss_fn, timed)
         walk.run()
-        self.peak_live = walk.peak_live
+        self.peak_live, self.spans = walk.peak_live, walk.spans
         return walk.results
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Any], fn: Callable[[torch.Tensor, torch.nn.Module, Any], Any]) -> list[Any]:
-        """Forward only, without gradients.
+    def forward(self, batches: Sequence[Any], fn: Callable[[torch.Tensor, torch.nn.Module, Any], Any],
+                schedule: str = "1f1b") -> list[Any]:
+        """Forward only, without gradients; each micro-batch takes the same way as in `train` with that schedule.
 
         Args:
             batches: as in `train`.
             fn: `(hidden, chunk, batch) -> result`, called on the last stage.
+            schedule: as in `train`.
         Returns:
-            Results by micro-batch on the rank that holds the last stage, None for each elsewhere.
+            Results by micro-batch on the rank that computed it, None for each elsewhere.
         """
-        walk = _Walk(self, batches, *plan(self.schedule, self.ranks, len(batches), True),
-                     lambda *args: (None, fn(*args)))
+        walk = _Walk(self, batches, *self._plan(schedule, batches, True), lambda *args: (None, fn(*args)))
         walk.run()
         return walk.results
+
+    def _plan(self, schedule: str, batches: Sequence[Any], forward_only: bool) -> tuple[Schedule, Report]:
+        return plan(schedule, self.ranks, len(batches), self.chunks_per_rank, forward_only)
 
     def shape(self, batch: Any) -> tuple[int, int, int]:
         """[T_local (/ tensor with sequence parallelism), 1, h] of the hidden states of a micro-batch."""
@@ -107,36 +124,55 @@ class _Walk:
     """One pass over a schedule on one rank.
 
     `boundary` holds what has crossed or will cross a stage's edge, under the operation that takes it: activations
-    before F, gradients before B (1 for the loss itself). `live` holds, between F and B, the stage's input (None on
-    the first stage) and the gradient edge of its output, which keeps the graph but not the output tensor itself.
+    before F, gradients before B or I (1 for the loss itself). `graphs` holds, from F to B or I, the stage's input (None
+    on the first stage) and the gradient edge of its output, which keeps the graph but not the output tensor itself.
+    An activation is live from F to B or W: what W needs is freed there.
     """
 
     def __init__(self, executor: Executor, batches: Sequence[Any], schedule: Schedule, report: Report,
-                 loss_fn: Callable[..., tuple[torch.Tensor | None, Any]],
-                 on_last_backward: Callable[[torch.nn.Module], None] | None = None) -> None:
+                 loss_fn: Callable[..., tuple[torch.Tensor | None, Any]], timed: bool = False) -> None:
         self.executor, self.batches, self.schedule = executor, batches, schedule
-        self.steps = report.steps[executor.rank]
-        self.loss_fn, self.on_last_backward = loss_fn, on_last_backward
-        self.chunks = dict(zip(schedule.stages_of(executor.rank), executor.chunks, strict=True))
-        self.last_backward = {op.stage: op for op in schedule.ops[executor.rank] if op.kind == "B"}
+        self.steps, self.wiring = report.steps[executor.rank], Wiring(schedule)
+        self.loss_fn, self.timed = loss_fn, timed
+        assert schedule.stages_of(executor.rank) == tuple(executor.chunks), f"{schedule.name} has another placement"
+        self.chunks, self.weight_gradients = executor.chunks, executor.weight_gradients
+        ops = schedule.ops(executor.rank)
+        self.last_inputs = {op.stage: op for op in ops if op.kind in "BI"}
+        self.last_weights = {op.stage: op for op in ops if op.kind in "BW"}
         self.boundary: dict[Op, torch.Tensor] = {}
-        self.live: dict[tuple[int, int], tuple[torch.Tensor | None, GradientEdge]] = {}
+        self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, GradientEdge]] = {}
+        self.live: set[tuple[int, int]] = set()
         self.results: list[Any] = [None] * len(batches)
         self.peak_live = 0
+        self.spans: list[Span] = []
 
     def run(self) -> None:
         """All steps of this rank."""
         shapes = [self.executor.shape(batch) for batch in self.batches]
         channels = self.executor.channels
         channels.agree(zlib.crc32(repr((self.schedule.name, shapes, self.executor.dtype)).encode()))
+        begun = self._now()
         for step in self.steps:
             receives = [(transfer, self._buffer(transfer, shapes)) for transfer in step.receives]
             channels.exchange([(transfer, self.boundary.pop(transfer.op)) for transfer in step.sends], receives)
-            self.boundary.update((transfer.op, tensor) for transfer, tensor in receives)
-            if step.op is not None:
-                (self._forward if step.op.kind == "F" else self._backward)(step.op)
+            if step.item is not None:
+                self.boundary.update((t.op, channels.receive(t)) for t in self.wiring.receives(step.item))
+                self._item(step.item, begun)
         channels.drain()
-        assert not self.boundary and not self.live, "the schedule left tensors behind"
+        assert not self.boundary and not self.graphs and not self.live, "the schedule left tensors behind"
+        self.weight_gradients.assert_empty()
+
+    def _now(self) -> float:
+        if self.timed:
+            device.synchronize()
+        return time.perf_counter()
+
+    def _item(self, item: Item, begun: float) -> None:
+        start = self._now()
+        for op in parts(item):
+            {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[op.kind](op)
+        if self.timed:
+            self.spans.append(Span(self.executor.rank, item, start - begun, self._now() - begun))
 
     def _buffer(self, transfer: Transfer, shapes: list[tuple[int, int, int]]) -> torch.Tensor:
         number = transfer.op.microbatch
@@ -146,11 +182,11 @@ class _Walk:
         chunk, batch = self.chunks[op.stage], self.batches[op.microbatch]
         bare = getattr(chunk, "module", chunk)
         received = None
-        if needs(op, self.schedule.stages):
+        if self.wiring.needs(op):
             received = self.boundary.pop(op).requires_grad_(torch.is_grad_enabled())
             bare.set_input_tensor(received)
         output = chunk(batch)
-        taker = feeds(op, self.schedule.stages)
+        taker = self.wiring.feeds(op)
         if taker is None:
             output, self.results[op.microbatch] = self.loss_fn(output, bare, batch)
         else:
@@ -158,19 +194,37 @@ class _Walk:
                 f"{op} gave {output.dtype} {tuple(output.shape)}, planned {self.executor.shape(batch)}")
             self.boundary[taker] = output.detach().contiguous()
         if torch.is_grad_enabled():
+            key = op.stage, op.microbatch
             if taker is None:  # d loss / d loss
-                self.boundary[Op("B", op.stage, op.microbatch)] = torch.ones_like(output)
-            self.live[op.stage, op.microbatch] = received, get_gradient_edge(output)
+                self.boundary[self.wiring.backward(op)] = torch.ones_like(output)
+            self.graphs[key] = received, get_gradient_edge(output)
+            self.live.add(key)
             self.peak_live = max(self.peak_live, len(self.live))
 
     def _backward(self, op: Op) -> None:
-        chunk = self.chunks[op.stage]
-        received, output = self.live.pop((op.stage, op.microbatch))
-        last = self.last_backward[op.stage] == op
-        with nullcontext() if last or not hasattr(chunk, "no_sync") else chunk.no_sync():
+        """B or I. A B that ends with other W's to come runs as an I and a W: it completes all gradients but theirs."""
+        key, split = (op.stage, op.microbatch), self.weight_gradients
+        received, output = self.graphs.pop(key)
+        is_last = self.last_inputs[op.stage] == op
+        deferred = op.kind == "I" or (is_last and self.last_weights[op.stage] != op)
+        with self._synchronised(op.stage, is_last), split.defer(key) if deferred else split.at_once(key):
             torch.autograd.backward(output, self.boundary.pop(op))
-        taker = feeds(op, self.schedule.stages)
+        if op.kind == "B":
+            if deferred:
+                with self._synchronised(op.stage, False):
+                    split.run(key)
+            self.live.remove(key)
+        taker = self.wiring.feeds(op)
         if taker:
             self.boundary[taker] = received.grad.contiguous()
-        if last and self.on_last_backward:
-            self.on_last_backward(chunk)
+
+    def _weights(self, op: Op) -> None:
+        key = op.stage, op.microbatch
+        with self._synchronised(op.stage, self.last_weights[op.stage] == op):
+            self.weight_gradients.run(key)
+        self.live.remove(key)
+
+    def _synchronised(self, stage: int, now: bool) -> AbstractContextManager[None]:
+        """`no_sync` of the stage's chunk, unless gradients are complete now."""
+        chunk = self.chunks[stage]
+        return nullcontext() if now or not hasattr(chunk, "no_sync") else chunk.no_sync()

@@ -1,9 +1,9 @@
 """Publishing: every engine gets the trainers' weights, whole and by Hugging Face name, or the failure says who did not.
 
 Trainer 0 speaks to the engines about the update as a whole: pause, drop caches, begin, end, version, continue. Between
-begin and end the stages take turns: all ranks of a stage gather its tensors, and the stage's source (tensor, context
-and data rank 0) sends them in buckets. Turns, because an engine serves one bucket after the other: two sources
-with two engines could each wait for the engine that serves the other one.
+begin and end the pipeline ranks take turns: all ranks that hold the same stages gather their tensors, and the source
+among them (tensor, context and data rank 0) sends them in buckets. Turns, because an engine serves one bucket after the
+other: two sources with two engines could each wait for the engine that serves the other one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import aiohttp
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.hf_export import iter_hf_tensors
+from megarl.checkpoint.hf_export import is_source, iter_hf_tensors
 from megarl.cluster import device
-from megarl.cluster.groups import coordinates
-from megarl.config.layout import Layout
 from megarl.config.schema import Config
 from megarl.errors import MachineFault, UserMistake
 from megarl.model.hf_config import HFConfig
@@ -59,7 +57,6 @@ class WeightPublisher:
     Args:
         chunks: this rank's chunks of the policy.
         hf: the model.
-        layout: degrees of the trainers, whose default process group holds trainers only.
         config: used are sync, rollout.engine, sglang.tp_size.
         address: under which other hosts reach this one.
         generation: of this life of the job; in the names of the groups.
@@ -67,18 +64,21 @@ class WeightPublisher:
             those that it left half-way.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], hf: HFConfig, layout: Layout, config: Config, *,
-                 address: str, generation: str, fleet: Fleet | None = None) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], hf: HFConfig, config: Config, *, address: str,
+                 generation: str, fleet: Fleet | None = None) -> None:
+        from megatron.core import parallel_state
+
         sglang = config.rollout.engine == "sglang"
         if config.sync.verify and sglang:
             raise UserMistake("SGLang's checksums are of its own fused tensors and cannot be compared", "sync.verify",
                               "set it to false, or use rollout.engine: embedded")
-        self._chunks, self._hf, self._layout, self._sync = list(chunks), hf, layout, config.sync
+        self._chunks, self._hf, self._sync = list(chunks), hf, config.sync
         self._address, self._generation, self._fleet = address, generation, fleet
         self._ranks_per_engine = int(config.sglang.get("tp_size", 1)) if sglang else 1
         self._on_cpu = not sglang or device.kind() == "cpu"
-        tp, cp, dp, self._stage = coordinates(layout, dist.get_rank())
-        self._is_source = tp == cp == dp == 0
+        self._is_source = is_source()
+        self._turn, self._turns = (parallel_state.get_pipeline_model_parallel_rank(),
+                                   parallel_state.get_pipeline_model_parallel_world_size())
         self._engines: tuple[EngineRecord, ...] = ()
         self._clients: list[EngineClient] = []
         self._transport: Broadcast | None = None
@@ -108,8 +108,7 @@ class WeightPublisher:
             self._tell(EngineClient.flush, "drop caches")
             self._begun = True
             self._tell(EngineClient.begin_update, "begin an update")
-            sent = [self._together(self._send if stage == self._stage else _nothing)
-                    for stage in range(self._layout.pipeline)]
+            sent = [self._together(self._send if turn == self._turn else _nothing) for turn in range(self._turns)]
             self._tell(EngineClient.end_update, "end the update")
             if self._sync.verify:
                 self._verify()
@@ -148,8 +147,8 @@ class WeightPublisher:
         if self._is_source:
             self._clients = [EngineClient(engine.url, self._session, control_timeout_s=self._sync.timeout_s, retries=1)
                              for engine in engines]
-        for stage in range(self._layout.pipeline):
-            self._together(self._join if self._is_source and stage == self._stage else _nothing)
+        for turn in range(self._turns):
+            self._together(self._join if self._is_source and turn == self._turn else _nothing)
 
     def _leave(self, staying: tuple[EngineRecord, ...]) -> None:
         """Out of the old group, together with those of its engines that still are the same processes."""
@@ -159,12 +158,12 @@ class WeightPublisher:
 
     def _join(self) -> None:
         self._transport = Broadcast(
-            self._clients, self._loop, name=f"megarl-{self._generation}-{self._connections}-stage{self._stage}",
+            self._clients, self._loop, name=f"megarl-{self._generation}-{self._connections}-source{self._turn}",
             address=self._address, ranks_per_engine=self._ranks_per_engine, on_cpu=self._on_cpu,
             timeout_s=self._sync.timeout_s)
 
     def _send(self) -> tuple[int, int] | None:
-        """This stage's turn; on its source the numbers of tensors and bytes that were sent."""
+        """This pipeline rank's turn; on its source the numbers of tensors and bytes that were sent."""
         tensors = iter_hf_tensors(self._chunks, self._hf)
         if not self._is_source:
             _run_out(tensors)

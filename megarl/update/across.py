@@ -39,12 +39,12 @@ def policy_statistics(stats: list[dict[str, torch.Tensor] | None], groups: Group
     """The objective's statistics of an optimizer step, over all ranks; the same on every trainer.
 
     Args:
-        stats: of each micro-batch, as `objective.policy.policy_loss` gives them; None off the last stage.
+        stats: of each micro-batch, as `objective.policy.policy_loss` gives them; None where its loss is not computed.
     """
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device.current())
     maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device.current())
-    if groups.counts_once:
-        for one in stats:
+    if groups.tp == 0:
+        for one in filter(None, stats):
             sums += torch.stack([one[name] for name in SUMS])
             maxima = torch.maximum(maxima, torch.stack([one[name] for name in MAXIMA]))
     dist.all_reduce(sums)
@@ -71,13 +71,13 @@ def router_statistics(chunks: list[PolicyChunk], fractions: list[torch.Tensor], 
     """
     if not fractions:
         return {}
-    layers = groups.layout.pipeline * sum(len(one) for one in fractions)
     losses = torch.zeros(2, dtype=torch.float64, device=device.current())
-    loads = torch.zeros(layers, dtype=torch.float64, device=device.current())
+    loads = torch.zeros(chunks[0].hf.layers, dtype=torch.float64, device=device.current())
     for chunk, one in zip(chunks, fractions, strict=True):
         losses += torch.stack((chunk.routers.balance, chunk.routers.z))
         if groups.tp == groups.cp == groups.dp == 0:
-            loads[chunk.first_layer: chunk.first_layer + len(one)] = one.max(-1).values * one.size(-1)
+            here = slice(chunk.part.first_layer, chunk.part.first_layer + len(one))
+            loads[here] = one.max(-1).values * one.size(-1) / groups.layout.mirrors
     dist.all_reduce(losses)
     dist.all_reduce(loads)
     return {"moe/balance_loss": float(losses[0]), "moe/z_loss": float(losses[1]), "moe/load_max": float(loads.max()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from megarl.data.table import SampleTable, cut_minibatches, plan_minibatch
 from megarl.objective.advantages import group_advantages, overlong_punishment, token_weights
 from megarl.objective.kl import kl_estimate
 from megarl.objective.recipes import Objective
+from megarl.update.pace import Pace
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Minibatch:
         real_tokens: prompt and response tokens over all ranks.
         trained_tokens: response tokens over all ranks.
         plan: of the packing.
+        schedule, bubble: name of the pipeline schedule, and the fraction of time it is expected to wait.
         fractions: per chunk of this rank, [layers, experts]: where the routers sent the minibatch's tokens.
         stats: per micro-batch what the objective measured; None off the last stage.
     """
@@ -41,6 +44,8 @@ class Minibatch:
     real_tokens: int
     trained_tokens: int
     plan: PackingPlan
+    schedule: str
+    bubble: float
     fractions: list[torch.Tensor] = field(default_factory=list)
     stats: list[dict[str, torch.Tensor] | None] = field(default_factory=list)
 
@@ -53,43 +58,47 @@ class Experience:
         table: all samples, the same on every trainer.
         minibatches: optimizer steps of one pass.
         epochs: passes.
+        pipelined: whether there are several pipeline ranks.
     """
 
     table: SampleTable
     minibatches: list[Minibatch]
     epochs: int
     objective: Objective
+    pipelined: bool
 
     @classmethod
     def build(cls, taken: Taken, step: int, config: Config, objective: Objective, groups: Groups,
-              pad_token: int) -> Experience:
+              pace: Pace, pad_token: int) -> Experience:
         """Plan the packing, move the samples, build this rank's micro-batches. Collective over the trainers.
 
         Args:
             taken: the step's samples.
             step: with run.seed, the seed of the shuffle into minibatches.
             config, objective, groups: the run.
+            pace: chooses schedules and orders micro-batches.
             pad_token: token id of padding.
         """
         table, layout = taken.table, groups.layout
         trained = (table.response_tokens > 0) & ~(table.truncated & objective.mask_truncated)
         seed = config.run.seed * 1_000_003 + step
         parts = cut_minibatches(table, config.batch.minibatches, trained, seed)
-        plans = [plan_minibatch(table, members, layout, config.batch) for members in parts]
+        arranged = [pace.arrange(plan_minibatch(table, members, layout, config.batch, layout.mirrors))
+                    for members in parts]
         target = np.full(len(table), -1)
-        for members, plan in zip(parts, plans, strict=True):
+        for members, (_, plan, _) in zip(parts, arranged, strict=True):
             for rank, bins in enumerate(plan.bins):
                 for rows in bins:
                     target[members[rows]] = rank
         samples, numbers = exchange(taken.local, table, target, groups)
         minibatches = []
-        for members, plan in zip(parts, plans, strict=True):
+        for members, (schedule, plan, bubble) in zip(parts, arranged, strict=True):
             batches = [build_batch(samples, np.searchsorted(numbers, members[rows]), layout, cp_rank=groups.cp,
                                    numbers=numbers, pad_token=pad_token).to(device.current())
                        for rows in plan.bins[groups.dp]]
             minibatches.append(Minibatch(members, batches, int(table.lengths[members].sum()),
-                                         int(table.response_tokens[members].sum()), plan))
-        return cls(table, minibatches, config.batch.epochs, objective)
+                                         int(table.response_tokens[members].sum()), plan, schedule, bubble))
+        return cls(table, minibatches, config.batch.epochs, objective, layout.pipeline > 1)
 
     def set_advantages(self) -> None:
         """Fill in `advantages` and `weights` of every micro-batch; after the log-probs, for a KL in the reward."""
@@ -127,11 +136,16 @@ class Experience:
     def metrics(self) -> dict[str, float]:
         """Sizes and packing of the step, the same on all trainers."""
         plans = [minibatch.plan for minibatch in self.minibatches]
-        return {"tokens/real": float(sum(minibatch.real_tokens for minibatch in self.minibatches)),
-                "tokens/response": float(sum(minibatch.trained_tokens for minibatch in self.minibatches)),
-                "packing/microbatches": float(sum(plan.slots for plan in plans)),
-                "packing/balance": sum(plan.balance for plan in plans) / len(plans),
-                "packing/oversized": float(sum(len(plan.oversized) for plan in plans))}
+        values = {"tokens/real": float(sum(minibatch.real_tokens for minibatch in self.minibatches)),
+                  "tokens/response": float(sum(minibatch.trained_tokens for minibatch in self.minibatches)),
+                  "packing/microbatches": float(sum(plan.slots for plan in plans)),
+                  "packing/balance": sum(plan.balance for plan in plans) / len(plans),
+                  "packing/oversized": float(sum(len(plan.oversized) for plan in plans))}
+        if self.pipelined:
+            values["pipeline/bubble"] = sum(minibatch.bubble for minibatch in self.minibatches) / len(plans)
+            schedules = Counter(minibatch.schedule for minibatch in self.minibatches)
+            values |= {f"pipeline/{name}": float(count) for name, count in schedules.items()}
+        return values
 
     def passes(self) -> Iterator[Minibatch]:
         """The optimizer steps: every minibatch once per epoch."""

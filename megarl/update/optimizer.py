@@ -18,6 +18,9 @@ from megarl.model import megatron_fixes
 def wrap(chunks: list[torch.nn.Module], distributed: bool) -> list[torch.nn.Module]:
     """Each chunk in Megatron-core's DistributedDataParallel, gradients reduced by summation in fp32.
 
+    A chunk's reduction runs beside the work that is left once its own gradients are complete. `delay_wgrad_compute` has
+    weights whose gradients come later than the backward pass (`model.linear`) say so themselves.
+
     Args:
         chunks: GPTModel chunks whose config has calculate_per_token_loss set.
         distributed: lay buffers out for the distributed optimizer.
@@ -26,7 +29,7 @@ def wrap(chunks: list[torch.nn.Module], distributed: bool) -> list[torch.nn.Modu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     assert all(chunk.config.calculate_per_token_loss for chunk in chunks), "gradients would be averaged, not summed"
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False,
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, delay_wgrad_compute=True,
                                         use_distributed_optimizer=distributed, average_in_collective=False)
     return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
 
@@ -35,16 +38,24 @@ class Optimizer:
     """AdamW on fp32 masters with global-norm clipping and linear warm-up.
 
     Update number k (from 1) uses the rate lr * min(1, k / warmup_steps). Weight decay is decoupled and spares
-    one-dimensional parameters (norms, biases). Attributes:
+    one-dimensional parameters (norms, biases).
+
+    Args:
+        ddp_chunks: from `wrap`, by ascending stage.
+        optim, dtype: of the run.
+        ends_together: the first and the last stage are on the same rank (placements v and mirrored).
+
+    Attributes:
         updates: optimizer steps done.
         inner: Megatron-core's optimizer.
     """
 
-    def __init__(self, ddp_chunks: list[torch.nn.Module], optim: OptimConfig, dtype: torch.dtype) -> None:
+    def __init__(self, ddp_chunks: list[torch.nn.Module], optim: OptimConfig, dtype: torch.dtype,
+                 ends_together: bool = False) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        self.chunks = ddp_chunks
+        self.chunks, self._ends_together = ddp_chunks, ends_together
         self._settings = {"betas": tuple(optim.betas), "eps": optim.eps, "max_lr": optim.lr, "min_lr": 0.0}
         settings = OptimizerConfig(
             optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.betas[0],
@@ -86,8 +97,23 @@ class Optimizer:
     def finish_gradients(self) -> None:
         """Reduce gradients over data, context, tensor (norms) and tied-embedding ranks; after the last backward."""
         from megatron.core.distributed import finalize_model_grads
+        from megatron.core.process_groups_config import ProcessGroupCollection
 
-        finalize_model_grads(self.chunks)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        if self._ends_together:  # Megatron-core would look for the head on the last rank of its pipeline
+            groups.embd = groups.pos_embd = _Alone()
+        finalize_model_grads(self.chunks, pg_collection=groups)
+        if self._ends_together:
+            self._tie_gradients()
+
+    @torch.no_grad()
+    def _tie_gradients(self) -> None:
+        """Give both copies of a tied embedding the sum of their gradients, if this rank has them."""
+        first, last = self.chunks[0].module, self.chunks[-1].module
+        if first.share_embeddings_and_output_weights and first.pre_process and last.post_process and first is not last:
+            embedding, head = (chunk.shared_embedding_or_output_weight().main_grad for chunk in (first, last))
+            embedding.add_(head)
+            head.copy_(embedding)
 
     def step(self) -> float:
         """Clip, update the masters, copy them to the model's parameters; returns the norm before clipping.
@@ -101,3 +127,10 @@ class Optimizer:
         if not math.isfinite(norm):
             raise MachineFault(f"the gradient norm of update {self.updates} is {norm}")
         return norm
+
+
+class _Alone:
+    """A process group of this rank, as far as `finalize_model_grads` asks."""
+
+    def size(self) -> int:
+        return 1

@@ -17,8 +17,10 @@ from megarl.model.reference import HostWeights
 from megarl.objective.policy import policy_loss
 from megarl.objective.recipes import Objective
 from megarl.pipeline.execute import Executor
+from megarl.pipeline.trace import Span
 from megarl.update import across, optimizer
 from megarl.update.experience import Minibatch
+from megarl.update.pace import Pace
 
 
 class Policy:
@@ -31,6 +33,7 @@ class Policy:
     Attributes:
         chunks: this rank's stages, bare.
         optimizer: with the DDP-wrapped chunks.
+        pace: arranges the micro-batches of each optimizer step.
     """
 
     def __init__(self, config: Config, hf: HFConfig, groups: Groups, objective: Objective) -> None:
@@ -38,14 +41,16 @@ class Policy:
 
         self.config, self.hf, self.groups, self.objective = config, hf, groups, objective
         layout = groups.layout
+        self.pace = Pace(config, hf, groups)
         dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
         self.chunks = build_chunks(hf, config, layout)
         load_hf(self.chunks, config.model.path, hf)
         self._reference = HostWeights(self.chunks) if objective.needs_reference else None
-        self.optimizer = optimizer.Optimizer(optimizer.wrap(self.chunks, config.optim.distributed), config.optim, dtype)
-        pp_group = parallel_state.get_pipeline_model_parallel_group() if layout.pipeline > 1 else None
-        self._executor = Executor(self.optimizer.chunks, layout, hf.hidden, dtype, pp_group,
-                                  timeout_s=config.cluster.timeout_s)
+        self.optimizer = optimizer.Optimizer(optimizer.wrap(self.chunks, config.optim.distributed), config.optim, dtype,
+                                             ends_together=layout.placement != "looped")
+        members = groups.pipeline_ranks if layout.pipeline > 1 else ()
+        self._executor = Executor(self.optimizer.chunks, layout, hf.hidden, dtype, members, config.cluster.timeout_s,
+                                  self.chunks[0].implementation)
         self._tp = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
         self._cp = parallel_state.get_context_parallel_group() if layout.context > 1 else None
         self._stage_peers = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -67,27 +72,34 @@ class Policy:
             with self._reference.swapped_in():
                 self._fill(minibatch, "ref_logprobs")
 
-    def update(self, minibatch: Minibatch) -> dict[str, float]:
+    @property
+    def spans(self) -> list[Span]:
+        """What the last update did when, if it was timed."""
+        return self._executor.spans
+
+    def update(self, minibatch: Minibatch, timed: bool = False) -> dict[str, float]:
         """One optimizer step; returns its statistics, equal on all trainers.
 
-        A minibatch without a trained token changes no weight, no moment and no learning rate.
+        A minibatch without a trained token changes no weight, no moment and no learning rate. `timed`: keep the times
+        of its operations as `spans`.
 
         Raises:
             MachineFault: the gradient norm is not finite.
         """
         if not minibatch.trained_tokens:
             return {"optim/skipped": 1.0}
-        self.gradients(minibatch)
+        self.gradients(minibatch, timed or self.pace.is_timing)
+        self.pace.learn(self.spans, minibatch.plan)
         return self.step(minibatch)
 
-    def gradients(self, minibatch: Minibatch) -> None:
+    def gradients(self, minibatch: Minibatch, timed: bool = False) -> None:
         """Forward and backward of all micro-batches, gradients reduced; statistics stay with `minibatch`."""
         for number, chunk in enumerate(self.chunks):
             if chunk.routers is not None:
                 chunk.routers.reset()
                 chunk.routers.set_step(minibatch.fractions[number], minibatch.real_tokens)
         self.optimizer.zero_grad()
-        minibatch.stats = self._executor.train(minibatch.batches, self._loss)
+        minibatch.stats = self._executor.train(minibatch.batches, self._loss, minibatch.schedule, timed)
         self.optimizer.finish_gradients()
 
     def step(self, minibatch: Minibatch) -> dict[str, float]:
@@ -106,7 +118,7 @@ class Policy:
             sequence_parallel=self.groups.layout.sequence, chunk_tokens=self.config.model.head_chunk_tokens)
 
     def _fill(self, minibatch: Minibatch, name: str) -> None:
-        results = self._executor.forward(minibatch.batches, lambda *args: self._logprobs(*args)[0])
+        results = self._executor.forward(minibatch.batches, lambda *args: self._logprobs(*args)[0], minibatch.schedule)
         for batch, logprobs_t in zip(minibatch.batches, results, strict=True):
             if logprobs_t is not None:
                 batch.per_token[name] = logprobs_t

@@ -47,7 +47,7 @@ class Routing:
     def __init__(self, chunk: Any, lengths: torch.Tensor, known: Choices | None, force: bool) -> None:
         self.lengths, self.known, self.force = lengths, known, force
         self.starts = lengths.cumsum(0) - lengths
-        self.layers = slice(chunk.first_layer, chunk.first_layer + len(chunk.decoder.layers))
+        self.layers = slice(chunk.part.first_layer, chunk.part.first_layer + len(chunk.decoder.layers))
         self.kept: Choices = {}
         self.turned, self.experience = 0, -1
         self.next_experience()
@@ -114,7 +114,7 @@ def run(rank: int, folder: str, cases: list[Any], models: list[str], steps: int,
                 continue
             for replayed in (False, True) if known and "moe" in model else (False,):
                 results[number, model, algorithm, replayed] = _train(
-                    f"{folder}/{model}", parity.config(f"{folder}/{model}", algorithm, case.max_tokens, True), groups,
+                    f"{folder}/{model}", parity.config(f"{folder}/{model}", algorithm, case, True), groups,
                     steps, known and known.get((model, algorithm)), replayed)
         parallel_state.destroy_model_parallel()
     return results if rank == 0 else {}

@@ -67,7 +67,7 @@ def trainer(rank: int, model: str, urls: list[str], rounds: int, bucket_mb: int)
     chunks, hf, config = trainers(layout, Path(model), bucket_mb=bucket_mb, verify=False, timeout_s=300.0)
     records = [EngineRecord(f"0.{number}", 1, url, "up") for number, url in enumerate(urls)]
     fleet = SimpleNamespace(engines=lambda: records, mark_synced=lambda *_: None)
-    publisher = WeightPublisher(chunks, hf, layout, config, address="127.0.0.1", generation="b", fleet=fleet)
+    publisher = WeightPublisher(chunks, hf, config, address="127.0.0.1", generation="b", fleet=fleet)
     size, piece = publisher.publish("b:0").bytes, bucket_mb << 20  # the first one makes the groups
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     others = [subprocess.Popen([sys.executable, __file__, "--receive", *map(

@@ -12,14 +12,31 @@ from worlds import run_world
 
 from megarl.config.layout import Layout
 
-LENGTHS = ([5, 9, 3], [14], [2, 2, 6, 4], [11, 7], [1, 8], [16])  # of the sequences of each micro-batch
+LENGTHS = ([5, 9, 3], [14], [2, 2, 6, 4], [11, 7], [1, 8], [16], [3, 3], [10], [6, 1], [4], [12, 5], [7])  # per pack
 TOTAL = sum(map(sum, LENGTHS))
-CASES = {
-    "PP2 x DP2, dense": (Layout(4, pipeline=2), "qwen2"),
-    "PP4, dense": (Layout(4, pipeline=4), "qwen2"),
-    "PP2 x TP2 + SP, tied": (Layout(4, pipeline=2, tensor=2, sequence=True), "qwen3"),
-    "PP2 x EP2 (DP2), MoE": (Layout(4, pipeline=2, expert=2), "qwen3_moe"),
-}
+MODELS = {"dense": ("qwen2", {"num_hidden_layers": 8}), "tied": ("qwen3", {"num_hidden_layers": 8}),
+          "moe": ("qwen3_moe", {"num_hidden_layers": 8}), "tied moe": (
+              "qwen3_moe", {"num_hidden_layers": 9, "tie_word_embeddings": True})}
+PLACEMENTS = {"gpipe": ("looped", 1), "1f1b": ("looped", 1), "zb-h1": ("looped", 1), "interleaved": ("looped", 2),
+              "zb-v": ("v", 2), "dualpipev": ("v", 2), "dualpipe": ("mirrored", 2)}
+
+
+def cases() -> dict[str, tuple[Layout, str, str]]:
+    """Name -> (layout, schedule, model); worlds of 4. Nine layers: stages are not equal."""
+    found = {}
+    for schedule, (placement, chunks) in PLACEMENTS.items():
+        here = {"placement": placement, "chunks": chunks}
+        model = "tied moe" if chunks == 2 else "tied"
+        found[f"{schedule} PP4 {model}"] = Layout(4, pipeline=4, **here), schedule, model
+        found[f"{schedule} PP2 EP2 moe"] = Layout(4, pipeline=2, expert=2, **here), schedule, "moe"
+    for schedule in ("zb-h1", "zb-v", "dualpipe"):
+        here = dict(zip(("placement", "chunks"), PLACEMENTS[schedule], strict=True))
+        found[f"{schedule} PP2 TP2 dense"] = (Layout(4, pipeline=2, tensor=2, sequence=True, **here), schedule, "dense")
+    found["dualpipev PP2 DP2 tied"] = Layout(4, pipeline=2, placement="v", chunks=2), "dualpipev", "tied"
+    return found
+
+
+CASES = cases()
 
 
 def batches(layout: Layout, dp: int, vocab: int) -> list:
@@ -42,7 +59,6 @@ def batches(layout: Layout, dp: int, vocab: int) -> list:
 def gradients(layout: Layout, folder: Path, schedule: str = "1f1b") -> dict:
     """Loss by micro-batch, and each gradient whole and by HF name, on the ranks that have them."""
     from megatron.core import parallel_state as ps
-    from megatron.core.distributed import finalize_model_grads
 
     from megarl.checkpoint.hf_export import iter_hf_tensors
     from megarl.checkpoint.hf_import import load_hf
@@ -51,7 +67,7 @@ def gradients(layout: Layout, folder: Path, schedule: str = "1f1b") -> dict:
     from megarl.model.head import token_logprobs
     from megarl.model.hf_config import HFConfig
     from megarl.pipeline.execute import Executor
-    from megarl.update.optimizer import wrap
+    from megarl.update.optimizer import Optimizer, wrap
 
     groups = make_groups(layout, datetime.timedelta(seconds=100), seed=1)
     hf = HFConfig.read(folder)
@@ -61,9 +77,11 @@ def gradients(layout: Layout, folder: Path, schedule: str = "1f1b") -> dict:
     for chunk in chunks:
         if chunk.routers is not None:
             fractions = torch.arange(1.0, hf.layers * hf.experts + 1).view(hf.layers, -1)
-            here = slice(chunk.first_layer, chunk.first_layer + len(chunk.decoder.layers))
+            here = slice(chunk.part.first_layer, chunk.part.first_layer + len(chunk.decoder.layers))
             chunk.routers.set_step((fractions / fractions.sum(-1, keepdim=True))[here], TOTAL)
     wrapped = wrap(chunks, distributed=False)
+    optimizer = Optimizer(wrapped, config.optim, torch.float32, ends_together=layout.placement != "looped")
+    optimizer.zero_grad()
 
     def loss_fn(hidden, chunk, batch):
         logprobs_t, entropy_t = token_logprobs(
@@ -72,50 +90,54 @@ def gradients(layout: Layout, folder: Path, schedule: str = "1f1b") -> dict:
         loss = ((logprobs_t + 0.1 * entropy_t) * batch.weights_t).sum()
         return loss, {"loss": loss.detach()}
 
-    pp_group = ps.get_pipeline_model_parallel_group() if layout.pipeline > 1 else None
-    executor = Executor(wrapped, layout, hf.hidden, torch.float32, pp_group, schedule, timeout_s=100.0)
+    executor = Executor(wrapped, layout, hf.hidden, torch.float32, groups.pipeline_ranks if layout.pipeline > 1 else (),
+                        timeout_s=100.0)
     mine = batches(layout, groups.dp, hf.vocab)
-    stats = executor.train(mine, loss_fn)
-    finalize_model_grads(wrapped)
-    forward = executor.forward(mine, loss_fn)
+    stats = executor.train(mine, loss_fn, schedule)
+    optimizer.finish_gradients()
+    norm = optimizer.inner.get_grad_norm()
+    forward = executor.forward(mine, loss_fn, schedule)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.copy_(parameter.main_grad)
     grads = {name: tensor.clone() for name, tensor in iter_hf_tensors(chunks, hf) if tensor is not None}
-    losses = [s["loss"].item() for s in stats if s] if groups.is_last_stage else []
-    again = [f[0].item() for f in forward if f] if groups.is_last_stage else []
+    losses = {n: s["loss"].item() for n, s in enumerate(stats) if s}
+    again = {n: f[0].item() for n, f in enumerate(forward) if f}
     ps.destroy_model_parallel()
-    return {"dp": groups.dp, "losses": losses, "forward": again, "grads": grads}
+    return {"dp": groups.dp, "losses": losses, "forward": again, "grads": grads, "norm": float(norm)}
 
 
 def reference(rank: int, folders: dict[str, Path]) -> dict[str, dict]:
-    return {family: gradients(Layout(1), folder) for family, folder in folders.items()}
+    return {model: gradients(Layout(1), folder) for model, folder in folders.items()}
 
 
 def pipelined(rank: int, folders: dict[str, Path]) -> dict[str, dict]:
-    found = {name: gradients(layout, folders[family]) for name, (layout, family) in CASES.items()}
-    found["gpipe"] = gradients(*CASES["PP2 x EP2 (DP2), MoE"][:1], folders["qwen3_moe"], "gpipe")
-    return found
+    return {name: gradients(layout, folders[model], schedule) for name, (layout, schedule, model) in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> tuple[dict, list[dict]]:
     root = tmp_path_factory.mktemp("models")
-    folders = {name: save_hf_model(name, root / name) for name in ("qwen2", "qwen3", "qwen3_moe")}
+    folders = {name: save_hf_model(family, root / name, **changes) for name, (family, changes) in MODELS.items()}
     return run_world(1, reference, folders)[0], run_world(4, pipelined, folders)
 
 
-@pytest.mark.parametrize("case", [*CASES, "gpipe"])
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_one_process(worlds, case):
-    layout, family = CASES.get(case, CASES["PP2 x EP2 (DP2), MoE"])
-    one, ranks = worlds[0][family], [found[case] for found in worlds[1]]
+    layout, _, model = CASES[case]
+    one, ranks = worlds[0][model], [found[case] for found in worlds[1]]
     grads = {name: grad for found in ranks for name, grad in found["grads"].items()}
     assert grads.keys() == one["grads"].keys()
     largest = max(float(grad.abs().max()) for grad in one["grads"].values())
     worst = {name: float((grad - one["grads"][name]).abs().max()) / largest for name, grad in grads.items()}
     assert max(worst.values()) < 1e-6, max(worst.items(), key=lambda item: item[1])
     assert largest > 1e-3
+    seen = []
     for found in ranks:
-        if found["losses"]:
-            assert found["losses"] == pytest.approx(one["losses"][found["dp"]::layout.data], abs=1e-7)
-            assert found["forward"] == found["losses"]
+        assert found["norm"] == pytest.approx(one["norm"], rel=1e-6)
+        assert found["forward"] == found["losses"]
+        for number, loss in found["losses"].items():
+            place = found["dp"] + number * layout.data
+            assert loss == pytest.approx(one["losses"][place], abs=1e-7)
+            seen.append(place)
+    assert sorted(set(seen)) == list(range(len(LENGTHS)))

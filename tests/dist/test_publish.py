@@ -133,7 +133,7 @@ def publish_dense(rank: int, model: Path, export: Path, urls: list[str], pid: in
     chunks, hf, config = trainers(layout, model)
     registry, found = Registry(rank), {}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun
-    publisher = WeightPublisher(chunks, hf, layout, config, address="127.0.0.1", generation="g", fleet=registry.fleet)
+    publisher = WeightPublisher(chunks, hf, config, address="127.0.0.1", generation="g", fleet=registry.fleet)
 
     def fails(name: str, version: str) -> None:
         begun = time.monotonic()
@@ -236,7 +236,7 @@ def publish_moe(rank: int, model: Path, export: Path, url: str) -> None:
                 parameter.mul_(0.98)
     registry = Registry(rank)
     registry.up(url, None)
-    publisher = WeightPublisher(chunks, hf, layout, config, address="127.0.0.1", generation="m", fleet=registry.fleet)
+    publisher = WeightPublisher(chunks, hf, config, address="127.0.0.1", generation="m", fleet=registry.fleet)
     publisher.publish("m:1")
     publisher.close()
     save_hf(chunks, hf, layout, model, export)

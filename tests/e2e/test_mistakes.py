@@ -90,8 +90,9 @@ CHECKED = {  # what `python -m megarl.config check` finds
     "malformed override": Case(["override 'optim.lr': is not key.path=value"], ["optim.lr"]),
     "degrees do not divide": Case(["parallel: tensor 2 x pipeline 1 x context 2 = 4 does not divide the 6 trainer "
                                    "ranks"], ["parallel.tensor=2", "parallel.context=2", "cluster.trainers=6"]),
-    "layers do not divide": Case(["override: parallel.pipeline: 3 does not divide the model's 2 layers; use one of "
-                                  "[1, 2]"], ["parallel.pipeline=3", "cluster.trainers=6"]),
+    "more stages than layers": Case(["override: parallel.pipeline: 3 ranks with 1 stage each need 3 layers, the model "
+                                     "has 2; use at most 2"], ["parallel.pipeline=3", "cluster.trainers=6",
+                                                        "pipeline.schedule=1f1b"]),
     "heads do not divide": Case(["parallel.tensor: 4 does not divide the model's 2 key/value heads"],
                                 ["parallel.tensor=4", "cluster.trainers=4", "parallel.expert=4"]),
     "experts do not divide": Case(["parallel.expert: 3 does not divide the model's 4 experts; use one of [1, 2]"],

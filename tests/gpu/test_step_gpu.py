@@ -33,7 +33,7 @@ def step(rank: int, path: str, dtype: str, implementation: str, choices: torch.T
     from megarl.config.layout import Layout
     from megarl.config.schema import Config
 
-    tree = parity.config(path, "gspo", 2000, distributed=True).model_dump()
+    tree = parity.config(path, "gspo", parity.Case(Layout(1), 2000), distributed=True).model_dump()
     tree["model"] |= {"dtype": dtype, "implementation": implementation}
     tree["batch"] |= {"minibatches": 1}
     tree["optim"] |= {"lr": 1e-2, "eps": EPS, "warmup_steps": 0}  # changes above the steps of bf16 weights

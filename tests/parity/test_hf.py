@@ -167,7 +167,7 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
         state.recording = False
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         torch.distributed.all_reduce(state.counts, group=stage)
-        wanted = expected["counts"][chunk.first_layer: chunk.first_layer + len(state.counts)]
+        wanted = expected["counts"][chunk.part.first_layer: chunk.part.first_layer + len(state.counts)]
         errors["counts"] = float((state.counts - wanted).abs().max())
         state.set_step(state.counts / state.counts.sum(1, keepdim=True), TOKENS)
 

@@ -56,8 +56,16 @@ def test_the_good_config_is_good(folder: Path) -> None:
      "multiple of 2, or lower a degree"),
     ({"parallel.expert": 4},
      "parallel.expert: expert 4 x expert_tensor 1 does not divide the 2 ranks of a pipeline stage; use a divisor of 2"),
-    ({"parallel.pipeline": 3, "cluster.trainers": 6},
-     "parallel.pipeline: 3 does not divide the model's 2 layers; use one of [1, 2]"),
+    ({"parallel.pipeline": 3, "cluster.trainers": 6, "pipeline.schedule": "1f1b"},
+     "parallel.pipeline: 3 ranks with 1 stage each need 3 layers, the model has 2; use at most 2"),
+    ({"parallel.pipeline": 2, "cluster.trainers": 4, "pipeline.schedule": "zb-v"},
+     "parallel.pipeline: 2 ranks with 2 stages each need 4 layers, the model has 2; use at most 1"),
+    ({"parallel.pipeline": 2, "cluster.trainers": 4, "parallel.layers_per_stage": [2, 1]},
+     "parallel.layers_per_stage: [2, 1] are 2 stages with 3 layers; the layout has 2 stages, the model 2 layers; give "
+     "2 numbers that add up to 2, or auto"),
+    ({"parallel.pipeline": 3, "cluster.trainers": 6, "pipeline.schedule": "dualpipe"},
+     "parallel.pipeline: dualpipe puts every stage on two ranks, 3 is odd; use an even number, or pipeline.schedule: "
+     "dualpipev"),
     ({"parallel.tensor": 4, "cluster.trainers": 4},
      "parallel.tensor: 4 does not divide the model's 2 key/value heads; use one of [1, 2]"),
     ({"parallel.expert": 3, "cluster.trainers": 3},

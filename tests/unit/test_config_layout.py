@@ -38,7 +38,7 @@ def test_sequence_parallelism_follows_tensor_unless_said(tensor: int, given: boo
 ])
 def test_a_model_that_cannot_be_cut(degrees: dict[str, int], model: dict[str, int], told: str) -> None:
     with pytest.raises(UserMistake) as caught:
-        check_model(Layout(**({"world": 4} | degrees)), **({"kv_heads": 4, "layers": 2, "ffn": 8} | model))
+        check_model(Layout(**({"world": 4} | degrees)), **({"kv_heads": 4, "ffn": 8} | model))
     assert caught.value.line() == told
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from megarl.checkpoint import shares
 from megarl.checkpoint.safetensors_dir import SafetensorsDir
+from megarl.config.stages import Part
 from megarl.errors import UserMistake
 from megarl.model.families import tables
 from megarl.model.families.tables import Entry, HFTensor
@@ -94,10 +95,10 @@ def test_gate_up_row_and_vocab_by_hand() -> None:
 
 def test_a_stage_has_its_layers_and_a_tied_copy() -> None:
     hf = config_of("llama_tied")
-    last = list(shares.parameters(tables.table(hf), hf, 1, 2, 1))
+    last = list(shares.parameters(tables.table(hf), hf, Part(1, 2, 2, 2), 1))
     assert {p.first_layer + p.layer for p in last if "layers" in p.entry.megatron} == {2, 3}
     assert [p.hf_names() for p in last if shares.is_copy(p, hf)] == [["model.embed_tokens.weight"]]
-    assert not any(shares.is_copy(p, hf) for p in shares.parameters(tables.table(hf), hf, 0, 2, 1))
+    assert not any(shares.is_copy(p, hf) for p in shares.parameters(tables.table(hf), hf, Part(0, 2, 0, 2), 1))
 
 
 def test_bad_checkpoints_are_named(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def test_layout_and_memory(name):
     text = (CONFIGS / f"{name}.yaml").read_text()
     config = load(CONFIGS / f"{name}.yaml")
     layout = Layout.from_config(config)
-    check_model(layout, kv_heads=kv_heads, layers=layers, experts=experts, ffn=ffn)
+    check_model(layout, kv_heads=kv_heads, experts=experts, ffn=ffn)
+    assert config.parallel.layers_per_stage == [layers // layout.stages] * layout.stages or layout.stages == 1
     assert config.rollout.max_response_tokens + config.data.max_prompt_tokens <= config.batch.max_tokens
 
     attention = 2 * hidden * 128 * (heads + kv_heads) + 2 * 128 + 2 * hidden

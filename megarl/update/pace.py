@@ -1,0 +1,129 @@
+"""Which pipeline schedule an optimizer step runs, and the order of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from megarl.cluster.groups import Groups
+from megarl.config.schema import Config
+from megarl.config.stages import head_in_layers, parts
+from megarl.data.packing import PackingPlan
+from megarl.model.hf_config import HFConfig
+from megarl.pipeline.choose import choose
+from megarl.pipeline.cost_model import CostModel, Line, Measured
+from megarl.pipeline.generators import fitting
+from megarl.pipeline.order import order
+from megarl.pipeline.schedule import Pair
+from megarl.pipeline.simulate import simulator
+from megarl.pipeline.trace import Span
+
+# schedules of the first updates with `pipeline.schedule: auto`; the first one, which allocates and compiles, is not
+# timed; together they run F, I, W and (in a V) pairs
+_WARM_UP = {"looped": ("zb-h1",) * 4, "v": ("zb-v", "zb-v", "dualpipev", "zb-v")}
+
+
+class Arranged(NamedTuple):
+    """How an optimizer step is to run.
+
+    Attributes:
+        schedule: a name in `pipeline.generators.SCHEDULES`.
+        plan: the packing with its slots in the order in which they run.
+        bubble: the fraction of all pipeline ranks' time that the simulator expects to be spent waiting.
+    """
+
+    schedule: str
+    plan: PackingPlan
+    bubble: float
+
+
+class Pace:
+    """Arranges each optimizer step of a run; the same on every trainer.
+
+    With `pipeline.schedule: auto` the operations of a few updates are timed, and a model of their costs is fitted,
+    shared and kept for good (`state`). Until then, and with a schedule given, operations count as their share of the
+    layers. Deterministic but for those timings.
+    """
+
+    def __init__(self, config: Config, hf: HFConfig, groups: Groups) -> None:
+        self._groups, self._layout, self._given = groups, groups.layout, config.pipeline.schedule
+        self._reorder, self._memory = config.pipeline.reorder, config.pipeline.memory
+        model = parts(hf, self._layout, config.parallel.layers_per_stage)
+        work = [part.layers + head_in_layers(hf) * part.is_last for part in model]
+        self._costs = CostModel(*(tuple(Line(0.0, layers) for layers in work),) * 3)
+        self._is_measured, self._updates = False, 0
+        self._rows: list[Measured] = []
+        self._notes: dict[str, bool] = {}
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether the next update is to be timed."""
+        return self._given == "auto" and self._layout.pipeline > 1 and not self._is_measured and self._updates > 0
+
+    def arrange(self, plan: PackingPlan) -> Arranged:
+        """Choose the schedule for a plan's micro-batches, and their order."""
+        layout = self._layout
+        if layout.pipeline == 1:
+            return Arranged("1f1b", plan, 0.0)
+        costs = self._costs.costs(plan.cost.max(axis=0))
+        name = self._given
+        if name == "auto":
+            warm_up = _WARM_UP[layout.placement]
+            name = warm_up[min(self._updates, len(warm_up) - 1)]
+            if self._is_measured:
+                name = choose(layout.placement, layout.pipeline, layout.chunks, costs, self._memory, self._reorder)
+        _, instead = fitting(name, layout.pipeline, plan.slots, layout.chunks)
+        if instead:
+            self._notes.setdefault(instead, False)
+        if self._reorder:
+            at = order(costs, name, layout.pipeline, layout.chunks)
+            plan, costs = plan.reordered(at), costs.reordered(at)
+        line = simulator(name, layout.pipeline, plan.slots, layout.chunks).run(costs)
+        return Arranged(name, plan, line.bubble_fraction)
+
+    def learn(self, spans: Sequence[Span], plan: PackingPlan) -> None:
+        """Take in what an update did; collective over the trainers when the last timed one has ended.
+
+        Args:
+            spans: of this rank, [] if the update was not timed.
+            plan: of the update's minibatch, as arranged.
+        """
+        timing, self._updates = self.is_timing, self._updates + 1
+        if not timing:
+            return
+        groups = self._groups
+        if groups.tp == groups.cp == groups.dp == 0:  # one pipeline speaks for all
+            self._rows += [_row(span, plan.cost.max(axis=0)) for span in spans]
+        if self._updates == len(_WARM_UP[self._layout.placement]):
+            rows: list[list[Measured]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(rows, self._rows)
+            fitted = [CostModel.fit(self._layout.stages, sum(rows, [])).to_dict() if dist.get_rank() == 0 else {}]
+            dist.broadcast_object_list(fitted, src=0)
+            self.resume(fitted[0])
+
+    def news(self) -> list[str]:
+        """What stood in for a schedule that did not fit, each reason once."""
+        told = [note for note, was_told in self._notes.items() if not was_told]
+        self._notes.update(dict.fromkeys(told, True))
+        return told
+
+    def state(self) -> dict[str, Any]:
+        """The measured costs; {} before they are known."""
+        return self._costs.to_dict() if self._is_measured else {}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Take measured costs over."""
+        if state:
+            self._costs, self._is_measured = CostModel.from_dict(state), True
+            self._rows.clear()
+
+
+def _row(span: Span, cost: np.ndarray) -> Measured:
+    item, seconds = span.item, span.end - span.start
+    if isinstance(item, Pair):
+        one, two = item.forward, item.backward
+        return Measured("FB", one.stage, float(cost[one.microbatch]), seconds, two.stage, float(cost[two.microbatch]))
+    return Measured(item.kind, item.stage, float(cost[item.microbatch]), seconds)
