@@ -104,7 +104,7 @@ class Trainer:
             if dist.get_rank() == 0:
                 path.parent.mkdir(exist_ok=True)
                 trace.write(path, sum(spans, []))
-            self.report.say(f"timeline: {path} (picture: python tools/schedule.py draw --trace {path} --out timeline.html)")
+            self.report.say(f"timeline; draw it: python tools/schedule.py draw --trace {path} --out timeline.html")
         return stats
 
     def publish(self) -> None:

@@ -53,24 +53,24 @@ def write_tree(folder: Path, tree: dict[str, Any]) -> Path:
     return path
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder: Path, layers: int = LAYERS) -> None:
     """Model directory with two shards of random weights and a word tokenizer, training and held-out prompts."""
     rows = [{"prompt": f"sort {a} {b} =", "label": " ".join(sorted((a, b)))} for a in "0123456789" for b in "987"]
     for name, part in (("train", rows[:20]), ("heldout", rows[20:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     model = folder / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL))
-    _write_weights(model)
+    (model / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
+    _write_weights(model, layers)
     _write_tokenizer(model)
 
 
-def _write_weights(model: Path) -> None:
+def _write_weights(model: Path, layers: int) -> None:
     from safetensors.numpy import save_file
 
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,),
               "lm_head.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.input_layernorm.weight": (HIDDEN,), f"{at}.post_attention_layernorm.weight": (HIDDEN,),
                    f"{at}.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),

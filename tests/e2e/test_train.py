@@ -37,7 +37,12 @@ def tree(folder: Path, run: str) -> dict[str, Any]:
 
 
 def launch(folder: Path, run: str, *overrides: str) -> str:
-    path = write_tree(folder, tree(folder, run))
+    return launch_tree(folder, tree(folder, run), *overrides)
+
+
+def launch_tree(folder: Path, config: dict[str, Any], *overrides: str) -> str:
+    """Run a config to its end; what it printed."""
+    path = write_tree(folder, config)
     done = subprocess.run(["bash", str(ROOT / "launch" / "torchrun.sh"), str(path), *overrides], text=True,
                           capture_output=True, timeout=300,
                           env={**os.environ, "MEGARL_VENV": sys.prefix, "OMP_NUM_THREADS": "1"})
