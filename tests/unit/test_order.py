@@ -36,6 +36,16 @@ def test_never_slower_than_arrival_or_the_baselines(name: str, seed: int):
         assert order(costs, name, ranks, chunks) == found
 
 
+def test_an_arrival_order_that_no_rule_reaches_is_kept(monkeypatch):
+    """The order that a full search found, given as the arrival order, with no trials left to find it again."""
+    for seed in range(3):
+        costs, chunks = costs_of("dualpipev", 4, np.exp(np.random.default_rng(seed).normal(0, 1, 16)))
+        arrived = costs.reordered(order(costs, "dualpipev", 4, chunks))
+        monkeypatch.setattr(ordering, "_MOST_ROUNDS", 0)
+        assert order(arrived, "dualpipev", 4, chunks) == tuple(range(16))
+        monkeypatch.undo()
+
+
 def test_a_change_for_the_worse_is_not_kept(monkeypatch):
     """With one trial a round, nearly all of them are worse than the best hill."""
     monkeypatch.setattr(ordering, "_TRIALS", 1)
