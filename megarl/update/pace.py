@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 
 from megarl.cluster.groups import Groups
@@ -14,10 +13,9 @@ from megarl.config.stages import head_in_layers, parts
 from megarl.data.packing import PackingPlan
 from megarl.model.hf_config import HFConfig
 from megarl.pipeline.choose import choose
-from megarl.pipeline.cost_model import CostModel, Line, Measured
+from megarl.pipeline.cost_model import CostModel, Line, Measured, measured
 from megarl.pipeline.generators import fitting
 from megarl.pipeline.order import order
-from megarl.pipeline.schedule import Pair
 from megarl.pipeline.simulate import simulator
 from megarl.pipeline.trace import Span
 
@@ -96,7 +94,7 @@ class Pace:
             return
         groups = self._groups
         if groups.tp == groups.cp == groups.dp == 0:  # one pipeline speaks for all
-            self._rows += [_row(span, plan.cost.max(axis=0)) for span in spans]
+            self._rows += measured(spans, plan.cost.max(axis=0))
         if self._updates == len(_WARM_UP[self._layout.placement]):
             rows: list[list[Measured]] = [[]] * dist.get_world_size()
             dist.all_gather_object(rows, self._rows)
@@ -119,11 +117,3 @@ class Pace:
         if state:
             self._costs, self._is_measured = CostModel.from_dict(state), True
             self._rows.clear()
-
-
-def _row(span: Span, cost: np.ndarray) -> Measured:
-    item, seconds = span.item, span.end - span.start
-    if isinstance(item, Pair):
-        one, two = item.forward, item.backward
-        return Measured("FB", one.stage, float(cost[one.microbatch]), seconds, two.stage, float(cost[two.microbatch]))
-    return Measured(item.kind, item.stage, float(cost[item.microbatch]), seconds)

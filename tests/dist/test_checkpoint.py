@@ -14,7 +14,10 @@ from megarl.config.layout import Layout
 
 CASES = [("qwen3", Layout(4, tensor=2, pipeline=2, sequence=True)),
          ("qwen3_moe", Layout(4, pipeline=2, expert=2)),
-         ("qwen3_moe", Layout(4, tensor=2, sequence=True, expert=4))]
+         ("qwen3_moe", Layout(4, tensor=2, sequence=True, expert=4)),
+         ("qwen3", Layout(4, pipeline=2, placement="v", chunks=2)),
+         ("qwen3_moe", Layout(4, pipeline=2, expert=2, placement="mirrored", chunks=2)),
+         ("qwen3", Layout(4, pipeline=2, tensor=2, sequence=True, chunks=2))]
 FUSED_CASES = [("qwen3_moe", Layout(2, expert=2))]
 
 
@@ -81,18 +84,20 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
         chunks = build_chunks(hf, models.config_for(path), layout)
         load_hf(chunks, path, hf)
         return Optimizer(wrap(chunks, True), OptimConfig(**{
-            "lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1, **changed}), torch.float32)
+            "lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1, **changed}), torch.float32,
+            ends_together=layout.placement != "looped")
 
     def update(optimizer: Optimizer, number: int) -> float:
         optimizer.zero_grad()
-        for name, param in optimizer.chunks[0].named_parameters():
-            seed = sum(map(ord, name)) + number  # equal on data-parallel ranks, which then agree with each other
+        for chunk, name, param in ((c.module.part.stage, *pair) for c in optimizer.chunks for pair in
+                                   c.named_parameters()):
+            seed = 7 * chunk + sum(map(ord, name)) + number  # equal on data-parallel ranks, which then agree
             param.main_grad.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)))
         optimizer.finish_gradients()
         return optimizer.step()
 
     def weights(optimizer: Optimizer) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in optimizer.chunks[0].parameters()])
+        return torch.cat([p.detach().flatten() for chunk in optimizer.chunks for p in chunk.parameters()])
 
     wrong = []
     if fused:

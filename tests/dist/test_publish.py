@@ -228,7 +228,7 @@ def publish_moe(rank: int, model: Path, export: Path, url: str) -> None:
     from megarl.checkpoint.hf_export import save_hf
     from megarl.sync.publish import WeightPublisher
 
-    layout = Layout(4, pipeline=2, expert=2)
+    layout = Layout(4, pipeline=2, expert=2, placement="mirrored", chunks=2)
     chunks, hf, config = trainers(layout, model)
     with torch.no_grad():
         for chunk in chunks:

@@ -189,15 +189,21 @@ def memory(folder: Path, layout: Layout) -> dict[str, int]:
     forward = losses(chunk, layout)[0]
     forward().backward()  # makes .grad, which stays
     expected, found = 0, {}
+    others = nodes()
     with calls:
         loss = forward()
-        found["F"] = calls.alive()
+        found["F"], found["nodes before"] = calls.alive(), nodes() - others
         backward_input(store, 0, loss)
         del loss
-        found["I"] = calls.alive()
+        found["I"], found["nodes"] = calls.alive(), nodes() - others
         store.run((0, 0))
         found["W"] = calls.alive()
     return found | {"x and gradients of y": expected}
+
+
+def nodes() -> int:
+    """Nodes of linears that are still held in some graph."""
+    return sum(type(thing).__name__ == "_LinearBackward" for thing in gc.get_objects())
 
 
 def under_ddp(folder: Path, layout: Layout, family: str, overlap: bool, distributed: bool, lag: int) -> dict[str, Any]:
@@ -390,6 +396,7 @@ def test_memory_between_i_and_w(world: list[dict[str, Any]]) -> None:
         assert found["I"] == found["x and gradients of y"]
         assert found["W"] == 0
         assert found["F"] > found["I"]
+        assert found["nodes before"] == 4 * 4 and found["nodes"] == 0
 
 
 @pytest.mark.parametrize("distributed", [False, True])

@@ -1,4 +1,4 @@
-"""A run whose stages lie in a V: schedules chosen by measured costs, a resume that keeps them, a timeline, an export."""
+"""A run whose stages lie in a V: schedules chosen by measured costs, an exact resume, a timeline, an export."""
 
 from __future__ import annotations
 

@@ -145,8 +145,7 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
     save_hf(chunks, hf, layout, path, out_dir, shard_bytes=40_000)
     chunk, state, tp_group = chunks[0], chunks[0].routers, parallel_state.get_tensor_model_parallel_group()
     ddp = wrap(chunks, distributed=False)
-    executor = Executor(ddp, layout, hf.hidden, torch.float32, parallel_state.get_pipeline_model_parallel_group()
-                        if layout.pipeline > 1 else None)
+    executor = Executor(ddp, layout, hf.hidden, torch.float32, groups.pipeline_ranks if layout.pipeline > 1 else ())
     mine = range(groups.dp, len(PACKS), layout.data)
     batches = [packed(number, layout, groups.cp) for number in mine]
     errors = {"logits": 0.0, "grads": 0.0, "counts": 0.0, "balance": 0.0, "z": 0.0, "padding": 0.0}

@@ -29,9 +29,10 @@ PURE = {  # prefix of module -> packages it must never reach
     "megarl.model.hf_config": NO_TORCH,
     "megarl.reward.registry": NO_TORCH,
     "megarl.objective": (*HEAVY, "torch.distributed"),
-    "megarl.pipeline.schedule": (*HEAVY, "torch.distributed"),
-    "megarl.pipeline.check": (*HEAVY, "torch.distributed"),
-    "megarl.pipeline.simulate": (*HEAVY, "torch.distributed"),
+    "megarl.pipeline.schedule": NO_TORCH,
+    "megarl.pipeline.check": NO_TORCH,
+    **dict.fromkeys((f"megarl.pipeline.{name}" for name in (
+        "generators", "simulate", "choose", "order", "cost_model", "compare", "draw", "trace")), NO_TORCH),
     "megarl.model.families": (*HEAVY, "torch.distributed"),
     "megarl.plan": NO_TORCH,
     "megarl.rollout.embedded": ("megatron", "sglang", "megarl.update"),
