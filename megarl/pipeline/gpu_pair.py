@@ -39,6 +39,8 @@ def obstacle(chunk: torch.nn.Module) -> str:
         return "only Transformer Engine's layers are paired"
     if config.expert_model_parallel_size == 1:  # Megatron frees what was sent, which nothing has copied then
         return "there is no expert parallelism to hide"
+    if config.moe_token_dispatcher_type == "allgather":
+        return "the allgather dispatcher is not cut into exchanges and computation"
     if not all(isinstance(layer.mlp, MoELayer) for layer in layers):
         return "a plan leaves out the final norm after a dense layer"
     if layers[0].mlp.num_local_experts == 1 and config.expert_tensor_parallel_size == 1:

@@ -182,6 +182,7 @@ def obstacles(rank: int, folder: str) -> list[str]:
     for where, name, value in ((bare.config, "recompute_granularity", "full"),
                                (bare.decoder.layers[0].mlp, "num_local_experts", 1),
                                (bare.decoder.layers[1], "mlp", torch.nn.Identity()),
+                               (bare.config, "moe_token_dispatcher_type", "allgather"),
                                (bare.config, "expert_model_parallel_size", 1)):
         setattr(where, name, value)
         found.append(obstacle(ddp))
@@ -191,9 +192,10 @@ def obstacles(rank: int, folder: str) -> list[str]:
 
 def test_obstacles(tmp_path: Path) -> None:
     models.save_hf_model("qwen3_moe", tmp_path)
-    for local, none, recompute, one_expert, dense, no_expert in run_world(2, obstacles, str(tmp_path)):
+    for local, none, recompute, one_expert, dense, dispatcher, no_expert in run_world(2, obstacles, str(tmp_path)):
         assert none == "" and "Transformer Engine" in local and "recompute" in recompute
-        assert "one expert a rank" in one_expert and "dense" in dense and "no expert parallelism" in no_expert
+        assert "one expert a rank" in one_expert and "dense" in dense and "allgather" in dispatcher
+        assert "no expert parallelism" in no_expert
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
