@@ -24,6 +24,7 @@ from megarl.model.chunk import PolicyChunk
 from megarl.model.families.tables import padded_groups
 from megarl.model.hf_config import HFConfig
 from megarl.model.specs import block_spec
+from megarl.pipeline.generators import SCHEDULES
 
 
 def implementation(config: Config) -> Literal["local", "transformer_engine"]:
@@ -93,11 +94,15 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
     if config.model.recompute == "full":
         values |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     try:
-        return TransformerConfig(**values | config.megatron)
+        made = TransformerConfig(**values | config.megatron)
     except (ValueError, AssertionError) as error:
         raise UserMistake(f"Megatron-core refuses this model: {error}",
                           f"megatron: {', '.join(config.megatron)}" if config.megatron else "parallel, model",
                           "see Megatron-core's TransformerConfig") from error
+    asked = config.pipeline.schedule
+    splits = layout.pipeline > 1 and (asked == "auto" or SCHEDULES[asked].splits)
+    made.delay_wgrad_compute = with_te and splits  # set here, it may go without overlap_moe_expert_parallel_comm
+    return made
 
 
 def build_chunks(hf: HFConfig, config: Config, layout: Layout) -> list[torch.nn.Module]:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,12 @@ from megarl.config.layout import Layout
 from megarl.pipeline.channels import Channels
 from megarl.pipeline.check import Report, check
 from megarl.pipeline.generators import fitting
-from megarl.pipeline.schedule import Item, Op, Schedule, Transfer, Wiring, parts
+from megarl.pipeline.schedule import Item, Op, Pair, Schedule, Transfer, Wiring, parts
 from megarl.pipeline.split import weight_gradients
 from megarl.pipeline.trace import Span
+
+if TYPE_CHECKING:
+    from megarl.pipeline.gpu_pair import ChunkPlans
 
 Stats = dict[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.nn.Module, Any], tuple[torch.Tensor, Stats]]
@@ -67,6 +70,7 @@ class Executor:
         held = [stage for stage, holders in enumerate(layout.placement_table) if self.rank in holders]
         self.chunks = dict(zip(held, chunks, strict=True))
         self.weight_gradients = weight_gradients(self.chunks, implementation)
+        self.plans = self._plans() if device.kind() != "cpu" else None
         self.shards = layout.tensor if layout.sequence else 1
         self.hidden_size, self.dtype = hidden_size, dtype
         self.peak_live = 0
@@ -112,6 +116,13 @@ class Executor:
     def _plan(self, schedule: str, batches: Sequence[Any], forward_only: bool) -> tuple[Schedule, Report]:
         return plan(schedule, self.ranks, len(batches), self.chunks_per_rank, forward_only)
 
+    def _plans(self) -> ChunkPlans | None:
+        """What runs pairs at the same time, if these chunks can be paired."""
+        from megarl.pipeline.gpu_pair import ChunkPlans, obstacle
+
+        possible = not any(obstacle(chunk) for chunk in self.chunks.values())
+        return ChunkPlans(self.chunks, self.weight_gradients) if possible else None
+
     def shape(self, batch: Any) -> tuple[int, int, int]:
         """[T_local (/ tensor with sequence parallelism), 1, h] of the hidden states of a micro-batch."""
         tokens, rest = divmod(batch.tokens_t.numel(), self.shards)
@@ -136,6 +147,8 @@ class _Walk:
         self.loss_fn, self.timed = loss_fn, timed
         assert schedule.stages_of(executor.rank) == tuple(executor.chunks), f"{schedule.name} has another placement"
         self.chunks, self.weight_gradients = executor.chunks, executor.weight_gradients
+        pairs = any(isinstance(item, Pair) for items in schedule.items for item in items)
+        self.plans = executor.plans if pairs else None  # then for all: a backward needs its forward's plan
         ops = schedule.ops(executor.rank)
         self.last_inputs = {op.stage: op for op in ops if op.kind in "BI"}
         self.last_weights = {op.stage: op for op in ops if op.kind in "BW"}
@@ -169,8 +182,11 @@ class _Walk:
 
     def _item(self, item: Item, begun: float) -> None:
         start = self._now()
-        for op in parts(item):
-            {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[op.kind](op)
+        if isinstance(item, Pair) and self.plans and not self._is_apart(item.backward):
+            self._pair(item)
+        else:
+            for op in parts(item):
+                {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[op.kind](op)
         if self.timed:
             self.spans.append(Span(self.executor.rank, item, start - begun, self._now() - begun))
 
@@ -179,16 +195,27 @@ class _Walk:
         return torch.empty(shapes[number], dtype=self.executor.dtype, device=self.batches[number].tokens_t.device)
 
     def _forward(self, op: Op) -> None:
-        chunk, batch = self.chunks[op.stage], self.batches[op.microbatch]
-        bare = getattr(chunk, "module", chunk)
-        received = None
-        if self.wiring.needs(op):
-            received = self.boundary.pop(op).requires_grad_(torch.is_grad_enabled())
-            bare.set_input_tensor(received)
-        output = chunk(batch)
+        received, batch = self._give_input(op), self.batches[op.microbatch]
+        output = self.plans.forward((op.stage, op.microbatch), batch) if self.plans else self.chunks[op.stage](batch)
+        self._take_output(op, received, output)
+
+    def _give_input(self, op: Op) -> torch.Tensor | None:
+        """Hand a forward's input to its chunk; None on the first stage."""
+        if not self.wiring.needs(op):
+            return None
+        received = self.boundary.pop(op).requires_grad_(torch.is_grad_enabled())
+        self._bare(op.stage).set_input_tensor(received)
+        return received
+
+    def _bare(self, stage: int) -> torch.nn.Module:
+        return getattr(self.chunks[stage], "module", self.chunks[stage])
+
+    def _take_output(self, op: Op, received: torch.Tensor | None, output: torch.Tensor) -> None:
+        """Keep what a forward made: for the next stage, or as the loss; and its graph."""
+        batch = self.batches[op.microbatch]
         taker = self.wiring.feeds(op)
         if taker is None:
-            output, self.results[op.microbatch] = self.loss_fn(output, bare, batch)
+            output, self.results[op.microbatch] = self.loss_fn(output, self._bare(op.stage), batch)
         else:
             assert tuple(output.shape) == self.executor.shape(batch) and output.dtype == self.executor.dtype, (
                 f"{op} gave {output.dtype} {tuple(output.shape)}, planned {self.executor.shape(batch)}")
@@ -205,18 +232,39 @@ class _Walk:
         """B or I. A B that ends with other W's to come runs as an I and a W: it completes all gradients but theirs."""
         key, split = (op.stage, op.microbatch), self.weight_gradients
         received, output = self.graphs.pop(key)
-        is_last = self.last_inputs[op.stage] == op
-        deferred = op.kind == "I" or (is_last and self.last_weights[op.stage] != op)
-        with self._synchronised(op.stage, is_last), split.defer(key) if deferred else split.at_once(key):
-            torch.autograd.backward(output, self.boundary.pop(op))
+        deferred = op.kind == "I" or self._is_apart(op)
+        with self._synchronised(op.stage, self.last_inputs[op.stage] == op), (
+                split.defer(key) if deferred else split.at_once(key)):
+            if self.plans:
+                self.plans.backward(key, output, self.boundary.pop(op))
+            else:
+                torch.autograd.backward(output, self.boundary.pop(op))
+        if op.kind == "B" and deferred:
+            with self._synchronised(op.stage, False):
+                split.run(key)
+        self._end_backward(op, received)
+
+    def _is_apart(self, op: Op) -> bool:
+        """Whether a B completes all of its chunk's gradients but those of W's that are still to come."""
+        return op.kind == "B" and self.last_inputs[op.stage] == op != self.last_weights[op.stage]
+
+    def _end_backward(self, op: Op, received: torch.Tensor | None) -> None:
         if op.kind == "B":
-            if deferred:
-                with self._synchronised(op.stage, False):
-                    split.run(key)
-            self.live.remove(key)
+            self.live.remove((op.stage, op.microbatch))
         taker = self.wiring.feeds(op)
         if taker:
             self.boundary[taker] = received.grad.contiguous()
+
+    def _pair(self, item: Pair) -> None:
+        """F and B at the same time."""
+        ahead, back = item.forward, item.backward
+        given, key = self._give_input(ahead), (back.stage, back.microbatch)
+        received, output = self.graphs.pop(key)
+        with self._synchronised(back.stage, self.last_weights[back.stage] == back):
+            hidden = self.plans.pair((ahead.stage, ahead.microbatch), self.batches[ahead.microbatch], key, output,
+                                     self.boundary.pop(back))
+        self._take_output(ahead, given, hidden)
+        self._end_backward(back, received)
 
     def _weights(self, op: Op) -> None:
         key = op.stage, op.microbatch

@@ -21,6 +21,9 @@ PLACEMENTS = {"gpipe": ("looped", 1), "1f1b": ("looped", 1), "zb-h1": ("looped",
               "zb-v": ("v", 2), "dualpipev": ("v", 2), "dualpipe": ("mirrored", 2)}
 
 
+PLANNED = ", pairs by Megatron's chunk plans"
+
+
 def cases() -> dict[str, tuple[Layout, str, str]]:
     """Name -> (layout, schedule, model); worlds of 4. Nine layers: stages are not equal."""
     found = {}
@@ -32,6 +35,9 @@ def cases() -> dict[str, tuple[Layout, str, str]]:
     for schedule in ("zb-h1", "zb-v", "dualpipe"):
         here = dict(zip(("placement", "chunks"), PLACEMENTS[schedule], strict=True))
         found[f"{schedule} PP2 TP2 dense"] = (Layout(4, pipeline=2, tensor=2, sequence=True, **here), schedule, "dense")
+    for schedule in ("dualpipev", "dualpipe"):
+        layout, _, model = found[f"{schedule} PP2 EP2 moe"]
+        found[f"{schedule} PP2 EP2 moe{PLANNED}"] = layout, schedule, model
     found["dualpipev PP2 DP2 tied"] = Layout(4, pipeline=2, placement="v", chunks=2), "dualpipev", "tied"
     return found
 
@@ -56,7 +62,7 @@ def batches(layout: Layout, dp: int, vocab: int) -> list:
     return made[dp::layout.data]
 
 
-def gradients(layout: Layout, folder: Path, schedule: str = "1f1b") -> dict:
+def gradients(layout: Layout, folder: Path, schedule: str = "1f1b", planned: bool = False) -> dict:
     """Loss by micro-batch, and each gradient whole and by HF name, on the ranks that have them."""
     from megatron.core import parallel_state as ps
 
@@ -92,6 +98,11 @@ def gradients(layout: Layout, folder: Path, schedule: str = "1f1b") -> dict:
 
     executor = Executor(wrapped, layout, hf.hidden, torch.float32, groups.pipeline_ranks if layout.pipeline > 1 else (),
                         timeout_s=100.0)
+    if planned:
+        from megarl.pipeline.gpu_pair import ChunkPlans
+
+        torch.Tensor.record_stream = lambda *_: None  # there are no streams here
+        executor.plans = ChunkPlans(executor.chunks, executor.weight_gradients)
     mine = batches(layout, groups.dp, hf.vocab)
     stats = executor.train(mine, loss_fn, schedule)
     optimizer.finish_gradients()
@@ -112,7 +123,8 @@ def reference(rank: int, folders: dict[str, Path]) -> dict[str, dict]:
 
 
 def pipelined(rank: int, folders: dict[str, Path]) -> dict[str, dict]:
-    return {name: gradients(layout, folders[model], schedule) for name, (layout, schedule, model) in CASES.items()}
+    return {name: gradients(layout, folders[model], schedule, name.endswith(PLANNED))
+            for name, (layout, schedule, model) in CASES.items()}
 
 
 @pytest.fixture(scope="module")
