@@ -206,7 +206,8 @@ def nodes() -> int:
     return sum(type(thing).__name__ == "_LinearBackward" for thing in gc.get_objects())
 
 
-def under_ddp(folder: Path, layout: Layout, family: str, overlap: bool, distributed: bool, lag: int) -> dict[str, Any]:
+def under_ddp(folder: Path, layout: Layout, family: str, overlap: bool, distributed: bool, lag: int,
+              delay: bool = True) -> dict[str, Any]:
     """Two steps in Megatron's DDP with W `lag` micro-batches after I, against stock linears in a plain DDP.
 
     All but the last I and the last W are under no_sync, as in the executor.
@@ -226,7 +227,7 @@ def under_ddp(folder: Path, layout: Layout, family: str, overlap: bool, distribu
         for forward in losses(plain, layout):
             forward().backward()
     finalize_model_grads([plain])
-    ddp = wrapped(overlap_grad_reduce=overlap, delay_wgrad_compute=True)
+    ddp = wrapped(overlap_grad_reduce=overlap, delay_wgrad_compute=delay)
     store, last = weight_gradients({0: ddp}, "local"), len(LENGTHS) - 1
     found: dict[str, Any] = {"plain": gradients(plain.module), "steps": []}
     for _ in range(2):
@@ -274,11 +275,11 @@ def frozen(folder: Path, layout: Layout) -> bool:
     """A weight that is not trained, and a forward without gradients, leave nothing behind and change nothing else."""
     from megarl.pipeline.split import weight_gradients
 
-    results = []
+    results, untouched = [], True
     for stock in (True, False):
         with stock_linears() if stock else contextlib.nullcontext():
             chunk = chunk_of(folder, "llama", layout, {})
-        chunk.decoder.layers[1].mlp.linear_fc1.weight.requires_grad_(False)
+        weight = chunk.decoder.layers[1].mlp.linear_fc1.weight.requires_grad_(False)
         store = weight_gradients({0: chunk}, "local")
         for number, forward in enumerate(losses(chunk, layout)):
             with torch.no_grad():
@@ -289,8 +290,8 @@ def frozen(folder: Path, layout: Layout) -> bool:
                 backward_input(store, number, forward())
                 store.run((0, number))
         results.append(gradients(chunk))
-    name = "decoder.layers.1.mlp.linear_fc1.weight"
-    return name not in results[0] and results[0].keys() == results[1].keys() and all(
+        untouched &= weight.grad is None
+    return untouched and results[0].keys() == results[1].keys() and all(
         torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
 
 
@@ -323,6 +324,8 @@ def on_ranks(rank: int, folder: str) -> dict[str, Any]:
               lambda layout, f=family, o=overlap, d=distributed: under_ddp(path, layout, f, o, d, lag=2))
              for family, layout in (("qwen2", Layout(2)), ("qwen3_moe", Layout(2, expert=2)))
              for overlap in (False, True) for distributed in (False, True)]
+    todo += [("ddp without delay", Layout(2),
+              lambda layout: under_ddp(path, layout, "qwen2", False, False, lag=2, delay=False))]
     todo += [(("whole", delay), Layout(2), lambda layout, d=delay: whole_under_ddp(path, layout, d))
              for delay in (False, True)]
     todo += [("memory", Layout(2), lambda layout: memory(path, layout)),
@@ -405,13 +408,22 @@ def test_memory_between_i_and_w(world: list[dict[str, Any]]) -> None:
 def test_ddp_reduces_at_the_last_w(world: list[dict[str, Any]], family: str, overlap: bool, distributed: bool) -> None:
     last = len(LENGTHS) - 1
     for found in (result["ddp", family, overlap, distributed] for result in world):
-        (first, one), (second, other) = found["steps"]
+        (first, _), (second, _) = found["steps"]
         assert first == []  # DDP learns in its first step which parameters to wait for
         assert second == ([("W", last)] if overlap else [])
-        for grads in (one, other):
-            assert grads.keys() == found["plain"].keys()
-            wrong = [name for name, tensor in found["plain"].items() if not torch.equal(grads[name], tensor)]
-            assert not wrong, wrong
+        check_steps(found)
+
+
+def check_steps(found: dict[str, Any]) -> None:
+    for _, grads in found["steps"]:
+        assert grads.keys() == found["plain"].keys()
+        wrong = [name for name, tensor in found["plain"].items() if not torch.equal(grads[name], tensor)]
+        assert not wrong, wrong
+
+
+def test_ddp_that_knows_of_no_delay(world: list[dict[str, Any]]) -> None:
+    for result in world:
+        check_steps(result["ddp without delay"])
 
 
 @pytest.mark.parametrize("delay", [False, True])
