@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from good_config import good_tree, write_files
 
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import build
+from megarl.config.schema import Config
 from megarl.errors import UserMistake
 
 BASE = {"model": {"path": "m"}, "data": {"sources": [{"path": "a"}]}, "reward": {"terms": [{"name": "exact"}]}}
@@ -45,3 +49,21 @@ def test_a_model_that_cannot_be_cut(degrees: dict[str, int], model: dict[str, in
 def test_zero_is_no_degree() -> None:
     with pytest.raises(UserMistake, match="parallel.context: 0 is not a degree"):
         Layout(world=1, context=0)
+
+
+@pytest.mark.parametrize(("schedule", "layers", "memory", "expected"), [
+    ("1f1b", 8, None, ("looped", 1)), ("interleaved", 8, None, ("looped", 3)), ("zb-v", 8, None, ("v", 2)),
+    ("dualpipev", 8, None, ("v", 2)), ("dualpipe", 8, None, ("mirrored", 2)),
+    ("auto", 8, None, ("v", 2)),  # ZB-V's bubble is the least where pairs hide nothing
+    ("auto", 3, None, ("looped", 1)),  # a V of two ranks needs four layers
+    ("auto", 8, 1.0, ("looped", 1)),  # neither fits; 1F1B and ZB-V hold 2, and the loop is named first
+])
+def test_where_a_schedule_puts_the_stages(schedule: str, layers: int, memory: float | None, expected: tuple[str, int],
+                                          tmp_path: Path) -> None:
+    tree = good_tree(tmp_path)
+    write_files(tmp_path, layers=layers)
+    tree["parallel"] = {"pipeline": 2}
+    tree["pipeline"] = {"schedule": schedule, "chunks": 3, "memory": memory}
+    layout = Layout.from_config(Config.model_validate(tree))
+    assert (layout.placement, layout.chunks) == expected
+    assert layout.stages == 2 * layout.chunks / layout.mirrors
