@@ -62,7 +62,7 @@ def test_where_a_schedule_puts_the_stages(schedule: str, layers: int, memory: fl
                                           tmp_path: Path) -> None:
     tree = good_tree(tmp_path)
     write_files(tmp_path, layers=layers)
-    tree["parallel"] = {"pipeline": 2}
+    tree["parallel"], tree["batch"]["max_tokens"] = {"pipeline": 2}, 24  # 96 tokens are expected, 4 micro-batches
     tree["pipeline"] = {"schedule": schedule, "chunks": 3, "memory": memory}
     layout = Layout.from_config(Config.model_validate(tree))
     assert (layout.placement, layout.chunks) == expected
