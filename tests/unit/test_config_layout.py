@@ -57,7 +57,8 @@ def test_zero_is_no_degree() -> None:
     ("auto", 8, ("v", 2)),  # ZB-V's bubble is the least where pairs hide nothing
     ("auto", 3, ("looped", 1)),  # a V of two ranks needs four layers
 ])
-def test_where_a_schedule_puts_the_stages(schedule: str, layers: int, expected: tuple[str, int], tmp_path: Path) -> None:
+def test_where_a_schedule_puts_the_stages(schedule: str, layers: int, expected: tuple[str, int],
+                                          tmp_path: Path) -> None:
     tree = good_tree(tmp_path)
     write_files(tmp_path, layers=layers)
     tree["parallel"], tree["batch"]["max_tokens"] = {"pipeline": 2}, 24  # 96 tokens are expected, 4 micro-batches
