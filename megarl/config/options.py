@@ -27,6 +27,7 @@ MEGATRON_OWNED = {  # fields that follow from other keys or from the model; set 
     "params_dtype": "set model.dtype", "pipeline_dtype": "set model.dtype", "bf16": "set model.dtype",
     "fp16": "set model.dtype", "moe_aux_loss_coeff": "set model.balance.coefficient",
     "moe_router_load_balancing_type": "set model.balance.form", "moe_z_loss_coeff": "set model.balance.z_loss",
+    **dict.fromkeys(("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"), "they follow from pipeline.schedule"),
     "calculate_per_token_loss": "megarl's denominators are global already",
     **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
                      "ffn_hidden_size", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size",

@@ -41,7 +41,8 @@ def check(schedule: Schedule) -> Report:
         - every (stage, micro-batch) has one F and, unless the schedule is forward-only, either one B or one I and one
           W, all on one rank that holds the stage;
         - F comes before B or I, I before W, and what a stage takes from another one on its rank is made before;
-        - the W of a stage are in the order of its I (Transformer Engine keeps them in a queue);
+        - the W of a stage are in the order of its I, and no B comes between an I and its W (Transformer Engine keeps
+          them in a queue);
         - a pair is an F and a B of different (stage, micro-batch);
         - what crosses ranks is taken in the order in which it was made, for each (source, target, kind);
         - all ranks reach their end, even if an exchange blocks its rank until every transfer in it has met its other
@@ -128,6 +129,8 @@ def _check_order(schedule: Schedule, wiring: Wiring, rank: int) -> int:
         giver = wiring.needs(op)
         if giver and wiring.home[giver] == rank and giver not in done:
             raise ScheduleError(rank, op, f"it needs {giver}, which comes later")
+        if op.kind == "B" and awaiting_w[op.stage]:
+            raise ScheduleError(rank, op, f"micro-batch {awaiting_w[op.stage][0]} still waits for its W in this stage")
         if op.kind == "I":
             awaiting_w[op.stage].append(op.microbatch)
         elif op.kind == "W" and (first := awaiting_w[op.stage].popleft()) != op.microbatch:

@@ -151,7 +151,7 @@ class _Walk:
         self.plans = executor.plans if pairs else None  # then for all: a backward needs its forward's plan
         ops = schedule.ops(executor.rank)
         self.last_inputs = {op.stage: op for op in ops if op.kind in "BI"}
-        self.last_weights = {op.stage: op for op in ops if op.kind in "BW"}
+        self.last_weights = {op.stage: op for op in ops if op.kind in "BW"}  # a last B is the last of both (`check`)
         self.boundary: dict[Op, torch.Tensor] = {}
         self.graphs: dict[tuple[int, int], tuple[torch.Tensor | None, GradientEdge]] = {}
         self.live: set[tuple[int, int]] = set()
@@ -182,7 +182,7 @@ class _Walk:
 
     def _item(self, item: Item, begun: float) -> None:
         start = self._now()
-        if isinstance(item, Pair) and self.plans and not self._is_apart(item.backward):
+        if isinstance(item, Pair) and self.plans:
             self._pair(item)
         else:
             for op in parts(item):
@@ -229,24 +229,16 @@ class _Walk:
             self.peak_live = max(self.peak_live, len(self.live))
 
     def _backward(self, op: Op) -> None:
-        """B or I. A B that ends with other W's to come runs as an I and a W: it completes all gradients but theirs."""
+        """B or I."""
         key, split = (op.stage, op.microbatch), self.weight_gradients
         received, output = self.graphs.pop(key)
-        deferred = op.kind == "I" or self._is_apart(op)
-        with self._synchronised(op.stage, self.last_inputs[op.stage] == op), (
-                split.defer(key) if deferred else split.at_once(key)):
+        with self._synchronised(op, self.last_inputs), (
+                split.defer(key) if op.kind == "I" else split.at_once(key)):
             if self.plans:
                 self.plans.backward(key, output, self.boundary.pop(op))
             else:
                 torch.autograd.backward(output, self.boundary.pop(op))
-        if op.kind == "B" and deferred:
-            with self._synchronised(op.stage, False):
-                split.run(key)
         self._end_backward(op, received)
-
-    def _is_apart(self, op: Op) -> bool:
-        """Whether a B completes all of its chunk's gradients but those of W's that are still to come."""
-        return op.kind == "B" and self.last_inputs[op.stage] == op != self.last_weights[op.stage]
 
     def _end_backward(self, op: Op, received: torch.Tensor | None) -> None:
         if op.kind == "B":
@@ -260,7 +252,7 @@ class _Walk:
         ahead, back = item.forward, item.backward
         given, key = self._give_input(ahead), (back.stage, back.microbatch)
         received, output = self.graphs.pop(key)
-        with self._synchronised(back.stage, self.last_weights[back.stage] == back):
+        with self._synchronised(back, self.last_inputs):
             hidden = self.plans.pair((ahead.stage, ahead.microbatch), self.batches[ahead.microbatch], key, output,
                                      self.boundary.pop(back))
         self._take_output(ahead, given, hidden)
@@ -268,11 +260,11 @@ class _Walk:
 
     def _weights(self, op: Op) -> None:
         key = op.stage, op.microbatch
-        with self._synchronised(op.stage, self.last_weights[op.stage] == op):
+        with self._synchronised(op, self.last_weights):
             self.weight_gradients.run(key)
         self.live.remove(key)
 
-    def _synchronised(self, stage: int, now: bool) -> AbstractContextManager[None]:
-        """`no_sync` of the stage's chunk, unless gradients are complete now."""
-        chunk = self.chunks[stage]
-        return nullcontext() if now or not hasattr(chunk, "no_sync") else chunk.no_sync()
+    def _synchronised(self, op: Op, last: dict[int, Op]) -> AbstractContextManager[None]:
+        """`no_sync` of the chunk, unless this operation completes those gradients whose `last` one it is."""
+        chunk = self.chunks[op.stage]
+        return nullcontext() if last[op.stage] == op or not hasattr(chunk, "no_sync") else chunk.no_sync()
