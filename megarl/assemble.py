@@ -96,13 +96,12 @@ class Trainer:
         step = self.progress.step + 1
         traced = step in self.config.observe.trace_steps
         stats = self.policy.update(minibatch, timed=traced)
-        if traced:
+        if traced and self.policy.spans:
             speaks = self.groups.tp == self.groups.cp == self.groups.dp == 0
             spans: list[list[Span]] = [[]] * dist.get_world_size()
             dist.all_gather_object(spans, self.policy.spans if speaks else [])
             path = self.run_dir / "traces" / f"step_{step:08d}_update_{self.policy.optimizer.updates}.jsonl"
             if dist.get_rank() == 0:
-                path.parent.mkdir(exist_ok=True)
                 trace.write(path, sum(spans, []))
             self.report.say(f"timeline; draw it: python tools/schedule.py draw --trace {path} --out timeline.html")
         return stats
@@ -175,6 +174,8 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
         if newest and not config.checkpoint.resume:
             raise UserMistake(f"{newest} is of an earlier run", "run.dir",
                               "use another directory, remove that run, or set checkpoint.resume: true")
+        if config.observe.trace_steps and partition.rank == 0:
+            _make_directory(run_dir / "traces")
         progress = checkpoints.load(newest) if newest else Progress()
         policy.pace.resume(progress.costs)
         report = stack.enter_context(Reporter(config, run_dir, groups, progress.step + 1 if newest else 0))
@@ -226,3 +227,11 @@ def _collector(config: Config, sampling: Sampling | None) -> Callable[[int, int,
 
 def _term_names(config: Config) -> list[str]:
     return term_keys([Term(t.name, t.weight, t.source, t.options) for t in config.reward.terms])
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserMistake(f"the directory cannot be made: {error.strerror}", str(path), "remove what is in its way"
+                          ) from error

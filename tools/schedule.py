@@ -1,7 +1,7 @@
 """Draw and compare pipeline schedules, and the measured timeline of a step, without starting anything.
 
     python tools/schedule.py draw zb-v --ranks 8 --microbatches 20 --out zb-v.svg
-    python tools/schedule.py draw --trace runs/mine/traces/step-7.jsonl --out step-7.html
+    python tools/schedule.py draw --trace runs/mine/traces/step_00000007_update_13.jsonl --out step.html
     python tools/schedule.py compare --ranks 8 --lengths 900,812,655,4096,120,77,3000,512 --hop 0.1
     python tools/schedule.py trace dualpipev --ranks 4 --microbatches 12 --out trace.json
 
@@ -55,6 +55,8 @@ def count(text: str) -> int:
 
 def three(text: str) -> tuple[float, ...]:
     """F,I,W."""
+    if not all(word.replace(".", "", 1).isdigit() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text} is not three numbers F,I,W above 0")
     if len(values := tuple(map(number, text.split(",")))) != 3 or not all(values):
         raise argparse.ArgumentTypeError(f"{text} is not three numbers F,I,W above 0")
     return values
@@ -62,10 +64,16 @@ def three(text: str) -> tuple[float, ...]:
 
 def lengths(text: str) -> list[float]:
     """Numbers, separated by commas, or a file with one a line."""
-    words = Path(text).read_text().split() if Path(text).is_file() else text.split(",")
-    values = [number(word) for word in words]
-    if not all(values) or not values:
-        raise argparse.ArgumentTypeError("a length is 0, or there are none")
+    try:
+        words = text.split(",") if "," in text or text.isdigit() else Path(text).read_text().split()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is neither numbers nor a file that can be read: {error}") from None
+    try:
+        values = [number(word) for word in words]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not a length: {error}") from None
+    if not all(0 < value < 1e12 for value in values) or not values:
+        raise argparse.ArgumentTypeError("there are none, or one is 0 or above 1e12")
     return values
 
 

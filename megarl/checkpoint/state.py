@@ -154,8 +154,11 @@ class Checkpoints:
     def _refuse_another_run(self, path: Path, saved: dict[str, Any]) -> None:
         for key in sorted(saved.keys() | self._identity.keys()):
             if saved.get(key) != self._identity.get(key):
+                auto = key == "layout" and self._settings.get("pipeline", {}).get("schedule") == "auto"
                 raise UserMistake(f"it was made with {key} = {saved.get(key)}, this run has {self._identity.get(key)}",
-                                  str(path), "change the config back, or use another run.dir")
+                                  str(path), "change the config back, or use another run.dir" + (
+                                      "; pipeline.schedule: auto takes batch sizes and lengths into account to place "
+                                      "stages, name a schedule to decide it" if auto else ""))
 
 
 def _cause(error: CheckpointException) -> str:

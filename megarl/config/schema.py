@@ -58,7 +58,7 @@ class PipelineConfig(Section):
 
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev", "dualpipe"] = Field(
         "auto", description="auto: where stages are is chosen at the start, the cheapest schedule for it at each step")
-    chunks: PositiveInt = Field(2, description="stages on each rank; of the interleaved schedule")
+    chunks: int = Field(2, ge=2, description="stages on each rank; of the interleaved schedule")
     memory: PositiveFloat | None = Field(None, description="of auto: how many micro-batches' activations of the layers "
                                          "of one rank it may hold; none: as many as the cheapest schedule takes")
     reorder: bool = Field(True, description="put micro-batches of unequal length in the order that takes least time")

@@ -70,7 +70,7 @@ def html(lines: dict[str, Timeline], unit: str = "") -> str:
 def _axis_width(lines: dict[str, Timeline], longest: float) -> float:
     """Wide enough for the numbers in all but the shortest twentieth of the boxes."""
     wanted = sorted((span.end - span.start) / (_DIGIT * max(len(str(op.microbatch)) for op in parts(span.item)) + 3)
-                    for line in lines.values() for span in spans(line) if span.end > span.start)
+                    for line in lines.values() for span in spans(line) if span.end - span.start > 1e-12)
     if not wanted:
         return _NARROWEST
     return min(max(longest / wanted[len(wanted) // 20], _NARROWEST), _WIDEST)

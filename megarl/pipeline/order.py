@@ -36,8 +36,9 @@ def order(costs: Costs, name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     if costs == costs.reordered(np.zeros_like(arrival)):
         return tuple(arrival.tolist())  # all are equal
     simulated = simulator(name, ranks, costs.microbatches, chunks)
-    best, least = _first_best(simulated, costs, np.stack([arrival, short_at_both_ends(costs), *hills(costs)]))
     items = sum(len(items) for items in simulated.schedule.items)
+    candidates = [arrival, short_at_both_ends(costs), *hills(costs, max(_EFFORT // items, 8))]
+    best, least = _first_best(simulated, costs, np.stack(candidates))
     draw = random.Random(0)
     for _ in range(min(_EFFORT // (_TRIALS * items), _MOST_ROUNDS)):
         trial, makespan = _first_best(simulated, costs, np.stack([_changed(best, draw) for _ in range(_TRIALS)]))
@@ -46,12 +47,15 @@ def order(costs: Costs, name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(best.tolist())
 
 
-def hills(costs: Costs) -> list[np.ndarray]:
-    """int64 [M] orders with 0, 1, ... M micro-batches before the longest, chosen evenly over all lengths."""
+def hills(costs: Costs, most: int = 1000) -> list[np.ndarray]:
+    """int64 [M] orders with 0, 1, ... M micro-batches before the longest, chosen evenly over all lengths.
+
+    `most`: at least 2; of more, so many at even distances.
+    """
     shortest_first = np.argsort(_seconds(costs), kind="stable")
     count = len(shortest_first)
     found = []
-    for rise in range(count + 1):
+    for rise in range(count + 1) if count < most else sorted({k * count // (most - 1) for k in range(most)}):
         before = np.diff(np.arange(count + 1) * rise // max(count, 1)) > 0
         found.append(np.concatenate((shortest_first[before], shortest_first[~before][::-1])))
     return found

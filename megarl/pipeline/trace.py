@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import UserMistake
+from megarl.pipeline.check import check
 from megarl.pipeline.schedule import Item, Op, Pair, Schedule, parts
 from megarl.pipeline.simulate import Costs, Timeline, peak_live
 
@@ -75,7 +76,7 @@ def timeline(rows: Iterable[Span]) -> Timeline:
     """The timeline of one step's spans.
 
     Raises:
-        ValueError: an operation is there twice, a stage or a micro-batch has none, or items overlap on a rank.
+        ValueError: an operation is there twice or missing, items overlap on a rank, or their order is no schedule.
     """
     ordered = sorted(rows, key=lambda span: (span.rank, span.start, span.end))
     ops = [(op, span.rank) for span in ordered for op in parts(span.item)]
@@ -87,6 +88,9 @@ def timeline(rows: Iterable[Span]) -> Timeline:
         raise ValueError(f"{double} is there twice")
     ranks = 1 + max(span.rank for span in ordered)
     stages, microbatches = 1 + max(op.stage for op, _ in ops), 1 + max(op.microbatch for op, _ in ops)
+    if max(ranks, stages, microbatches) > len(ops):
+        raise ValueError(f"{len(ops)} operations are too few for {ranks} ranks, {stages} stages and {microbatches} "
+                         "micro-batches")
     for what, count, found in (("rank", ranks, {rank for _, rank in ops}), ("stage", stages, {o.stage for o, _ in ops}),
                                ("micro-batch", microbatches, {o.microbatch for o, _ in ops})):
         if missing := sorted(set(range(count)) - found):
@@ -99,6 +103,7 @@ def timeline(rows: Iterable[Span]) -> Timeline:
     where = tuple(tuple(sorted(found, key=lambda rank: (rank != stage, rank)))
                   for stage, found in enumerate(holders))
     schedule = Schedule("measured", microbatches, where, tuple(tuple(s.item for s in one) for one in lists))
+    check(schedule)
     return Timeline(schedule, tuple(np.array([s.start for s in one]) for one in lists),
                     tuple(np.array([s.end for s in one]) for one in lists), peak_live(schedule))
 
@@ -151,7 +156,7 @@ def _to_span(row: dict[str, Any]) -> Span:
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("stage, microbatch and rank are integers from 0")
     start, end = float(row["start"]), float(row["end"])
-    if not (np.isfinite((start, end)).all() and start <= end):
+    if not (np.isfinite((start, end)).all() and 0 <= start <= end):
         raise ValueError(f"it starts at {start} and ends at {end}")
     made = (Pair(Op("F", *numbers[:2]), Op("B", *numbers[3:])) if kind == "FB" else Op(kind, *numbers[:2]))
     return Span(row["rank"], made, start, end)

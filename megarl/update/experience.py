@@ -83,8 +83,8 @@ class Experience:
         trained = (table.response_tokens > 0) & ~(table.truncated & objective.mask_truncated)
         seed = config.run.seed * 1_000_003 + step
         parts = cut_minibatches(table, config.batch.minibatches, trained, seed)
-        arranged = [pace.arrange(plan_minibatch(table, members, layout, config.batch, layout.mirrors))
-                    for members in parts]
+        arranged = [pace.arrange(plan_minibatch(table, members, layout, config.batch, layout.mirrors), number)
+                    for number, members in enumerate(parts)]
         target = np.full(len(table), -1)
         for members, (_, plan, _) in zip(parts, arranged, strict=True):
             for rank, bins in enumerate(plan.bins):

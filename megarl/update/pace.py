@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -19,9 +19,10 @@ from megarl.pipeline.order import order
 from megarl.pipeline.simulate import simulator
 from megarl.pipeline.trace import Span
 
-# schedules of the first updates with `pipeline.schedule: auto`; the first one, which allocates and compiles, is not
-# timed; together they run F, I, W and (in a V) pairs
-_WARM_UP = {"looped": ("zb-h1",) * 4, "v": ("zb-v", "zb-v", "dualpipev", "zb-v")}
+# with `pipeline.schedule: auto`: what is timed before costs are known. The first update, which allocates and compiles,
+# is not. Together they run F, I, W and, in a V, pairs.
+_WARM_UP = {"looped": ("zb-h1",), "v": ("zb-v", "dualpipev")}
+_UPDATES = 4  # at least so many updates, the first one included
 
 
 class Arranged(NamedTuple):
@@ -52,7 +53,9 @@ class Pace:
         model = parts(hf, self._layout, config.parallel.layers_per_stage)
         work = [part.layers + head_in_layers(hf) * part.is_last for part in model]
         self._costs = CostModel(*(tuple(Line(0.0, layers) for layers in work),) * 3)
+        self._layers = {f"layers.{part.stage}": part.layers for part in model}
         self._is_measured, self._updates = False, 0
+        self._timed: set[str] = set()
         self._rows: list[Measured] = []
         self._notes: dict[str, bool] = {}
 
@@ -61,16 +64,15 @@ class Pace:
         """Whether the next update is to be timed."""
         return self._given == "auto" and self._layout.pipeline > 1 and not self._is_measured and self._updates > 0
 
-    def arrange(self, plan: PackingPlan) -> Arranged:
-        """Choose the schedule for a plan's micro-batches, and their order."""
+    def arrange(self, plan: PackingPlan, ahead: int = 0) -> Arranged:
+        """Choose the schedule for a plan's micro-batches, and their order; `ahead` updates come before this one."""
         layout = self._layout
         if layout.pipeline == 1:
             return Arranged("1f1b", plan, 0.0)
         costs = self._costs.costs(plan.cost.max(axis=0))
         name = self._given
         if name == "auto":
-            warm_up = _WARM_UP[layout.placement]
-            name = warm_up[min(self._updates, len(warm_up) - 1)]
+            name = self._untimed(self._updates + ahead)
             if self._is_measured:
                 name = choose(layout.placement, layout.pipeline, layout.chunks, costs, self._memory, self._reorder)
         _, instead = fitting(name, layout.pipeline, plan.slots, layout.chunks)
@@ -82,25 +84,32 @@ class Pace:
         line = simulator(name, layout.pipeline, plan.slots, layout.chunks).run(costs)
         return Arranged(name, plan, line.bubble_fraction)
 
-    def learn(self, spans: Sequence[Span], plan: PackingPlan) -> None:
+    def _untimed(self, update: int) -> str:
+        """What a warm-up update is to run: of what has not been timed yet, the first one twice."""
+        first, *others = _WARM_UP[self._layout.placement]
+        return next((name for name in others if name not in self._timed and update > 1), first)
+
+    def learn(self, spans: Sequence[Span], schedule: str, plan: PackingPlan) -> None:
         """Take in what an update did; collective over the trainers when the last timed one has ended.
 
         Args:
             spans: of this rank, [] if the update was not timed.
-            plan: of the update's minibatch, as arranged.
+            schedule, plan: of the update's minibatch, as arranged.
         """
         timing, self._updates = self.is_timing, self._updates + 1
         if not timing:
             return
+        self._timed.add(schedule)
         groups = self._groups
         if groups.tp == groups.cp == groups.dp == 0:  # one pipeline speaks for all
             self._rows += measured(spans, plan.cost.max(axis=0))
-        if self._updates == len(_WARM_UP[self._layout.placement]):
+        if self._updates >= _UPDATES and self._timed.issuperset(_WARM_UP[self._layout.placement]):
             rows: list[list[Measured]] = [[]] * dist.get_world_size()
             dist.all_gather_object(rows, self._rows)
             fitted = [CostModel.fit(self._layout.stages, sum(rows, [])).to_dict() if dist.get_rank() == 0 else {}]
             dist.broadcast_object_list(fitted, src=0)
-            self.resume(fitted[0])
+            self._costs, self._is_measured = CostModel.from_dict(fitted[0]), True
+            self._rows.clear()
 
     def news(self) -> list[str]:
         """What stood in for a schedule that did not fit, each reason once."""
@@ -108,12 +117,12 @@ class Pace:
         self._notes.update(dict.fromkeys(told, True))
         return told
 
-    def state(self) -> dict[str, Any]:
-        """The measured costs; {} before they are known."""
-        return self._costs.to_dict() if self._is_measured else {}
+    def state(self) -> dict[str, float]:
+        """The measured costs, and the layers of each stage that they are for; {} before they are known."""
+        return self._costs.to_dict() | self._layers if self._is_measured else {}
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Take measured costs over."""
-        if state:
-            self._costs, self._is_measured = CostModel.from_dict(state), True
-            self._rows.clear()
+    def resume(self, state: dict[str, float]) -> None:
+        """Take measured costs over, unless stages have other layers now."""
+        if self._layers.items() <= state.items():
+            costs = {name: value for name, value in state.items() if name not in self._layers}
+            self._costs, self._is_measured = CostModel.from_dict(costs), True

@@ -87,9 +87,10 @@ class Policy:
             MachineFault: the gradient norm is not finite.
         """
         if not minibatch.trained_tokens:
+            self._executor.spans = []
             return {"optim/skipped": 1.0}
         self.gradients(minibatch, timed or self.pace.is_timing)
-        self.pace.learn(self.spans, minibatch.plan)
+        self.pace.learn(self.spans, minibatch.schedule, minibatch.plan)
         return self.step(minibatch)
 
     def gradients(self, minibatch: Minibatch, timed: bool = False) -> None:

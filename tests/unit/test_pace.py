@@ -73,31 +73,42 @@ def test_a_fallback_is_told_once(tmp_path: Path):
     assert pace.news() == []
 
 
-def test_costs_are_measured_once_shared_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Four updates whose operations take known times; the first one, ten times as slow, does not count."""
+@pytest.mark.parametrize(("minibatches", "epochs", "expected"), [
+    (1, 1, ["zb-v", "zb-v", "dualpipev", "zb-v"]), (2, 1, ["zb-v", "zb-v", "dualpipev", "dualpipev"]),
+    (4, 1, ["zb-v", "zb-v", "dualpipev", "dualpipev"]), (1, 4, ["zb-v"] * 4 + ["dualpipev"]),
+])
+def test_costs_are_measured_once_shared_and_kept(minibatches: int, epochs: int, expected: list[str], tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch):
+    """Updates whose operations take known times; the first one, ten times as slow, does not count."""
     monkeypatch.setattr(pace_module.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(pace_module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(pace_module.dist, "all_gather_object", lambda out, mine: out.__setitem__(0, mine))
     monkeypatch.setattr(pace_module.dist, "broadcast_object_list", lambda values, src: None)
     pace, plan = make(tmp_path, "auto", "v", 2), packs(LENGTHS)
-    names = []
-    for update in range(4):
-        assert pace.is_timing == (update > 0) and pace.state() == {}
-        name, arranged, _ = pace.arrange(plan)
-        names.append(name)
-        schedule, _ = fitting(name, 2, len(LENGTHS), 2)
-        costs = _costs(arranged.cost.max(axis=0) * (10 if update == 0 else 1))
-        line = simulate(schedule, costs)
-        pace.learn([Span(rank, item, float(start), float(end)) for rank, items in enumerate(schedule.items) for
-                    item, start, end in zip(items, line.start[rank], line.end[rank], strict=True)], arranged)
-    assert names == ["zb-v", "zb-v", "dualpipev", "zb-v"] and not pace.is_timing
-    learnt, expected = pace._costs.costs(plan.cost.max(axis=0)), _costs(plan.cost.max(axis=0))
+    names: list[str] = []
+    while not pace.state():
+        arranged = [pace.arrange(plan, number) for number in range(minibatches)]
+        for name, ordered, _ in arranged * epochs:
+            if pace.state():
+                break
+            assert pace.is_timing == bool(names)
+            schedule, _ = fitting(name, 2, len(LENGTHS), 2)
+            line = simulate(schedule, _costs(ordered.cost.max(axis=0) * (1 if names else 10)))
+            pace.learn([Span(rank, item, float(start), float(end)) for rank, items in enumerate(schedule.items) for
+                        item, start, end in zip(items, line.start[rank], line.end[rank], strict=True)], name, ordered)
+            names.append(name)
+    assert names == expected and not pace.is_timing
+    learnt, known = pace._costs.costs(plan.cost.max(axis=0)), _costs(plan.cost.max(axis=0))
     for part in ("forward", "input_grad", "weight_grad", "hidden"):
-        np.testing.assert_allclose(getattr(learnt, part), getattr(expected, part), rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(getattr(learnt, part), getattr(known, part), rtol=1e-6, atol=1e-12)
     resumed = make(tmp_path, "auto", "v", 2)
     resumed.resume(pace.state())
+    assert resumed.state() == pace.state()
     assert not resumed.is_timing and resumed.arrange(plan).schedule == pace.arrange(plan).schedule == "dualpipev"
     assert resumed.arrange(plan).plan.bins == pace.arrange(plan).plan.bins
+    other_stages = make(tmp_path, "auto", "v", 2)
+    other_stages.resume(pace.state() | {"layers.1": 1})
+    assert other_stages.state() == {}
 
 
 def _costs(cost: np.ndarray) -> Any:

@@ -85,8 +85,16 @@ ROW = {"rank": 0, "item": {"kind": "F", "stage": 0, "microbatch": 0}, "start": 0
     (json.dumps(ROW | {"item": {"kind": "FB", "stage": 0, "microbatch": 0}}), "KeyError: 'stage2'"),
     (json.dumps(ROW | {"end": -1.0}), "it starts at 0.0 and ends at -1.0"),
     (json.dumps(ROW) + "\n" + json.dumps(ROW | {"start": 2.0, "end": 3.0}), "F(stage 0, micro-batch 0) is there twice"),
-    (json.dumps(ROW | {"rank": 1}), "rank 0 of 2 has no operation"),
-    (json.dumps(ROW | {"item": {"kind": "F", "stage": 1, "microbatch": 0}}), "stage 0 of 2 has no operation"),
+    (json.dumps(ROW | {"rank": 10**9}), "1 operations are too few for 1000000001 ranks"),
+    (json.dumps(ROW | {"item": {"kind": "F", "stage": 10**20, "microbatch": 0}}), "1 operations are too few"),
+    (json.dumps(ROW) + "\n" + json.dumps(ROW | {"rank": 2, "item": {"kind": "F", "stage": 0, "microbatch": 1}}) + "\n" +
+     json.dumps(ROW | {"rank": 2, "start": 2.0, "end": 3.0, "item": {"kind": "B", "stage": 0, "microbatch": 1}}),
+     "rank 1 of 3 has no operation"),
+    (json.dumps(ROW) + "\n" + json.dumps(ROW | {"item": {"kind": "B", "stage": 0, "microbatch": 0}, "start": 2.0,
+                                                "end": 3.0}) + "\n" +
+     json.dumps(ROW | {"item": {"kind": "F", "stage": 0, "microbatch": 1}, "start": 4.0, "end": 5.0}),
+     "B(stage 0, micro-batch 1): it is missing"),
+    (json.dumps(ROW | {"start": -2.0, "end": -1.0}), "it starts at -2.0"),
     (json.dumps(ROW) + "\n" + json.dumps(ROW | {"item": {"kind": "B", "stage": 0, "microbatch": 0}, "start": 0.5}),
      "rank 0 runs F(stage 0, micro-batch 0) and B(stage 0, micro-batch 0) at the same time"),
 ])
