@@ -66,11 +66,11 @@ class PolicyChunk(GPTModel):
             padding_bt = batch.padding_t[None]
             if self.config.sequence_parallel:  # GPTModel does this on the first stage only
                 padding_bt = scatter_to_sequence_parallel_region(batch.padding_t, group=self.pg_collection.tp)[None]
-        pack, rotary = self._pack(batch)
+        pack, rotary = self.attention_inputs(batch)
         return self.decoder(hidden_states=hidden_tbh, attention_mask=None, rotary_pos_emb=rotary,
                             packed_seq_params=pack, padding_mask=padding_bt)
 
-    def _pack(self, batch: Any) -> tuple[PackedSeqParams, torch.Tensor]:
+    def attention_inputs(self, batch: Any) -> tuple[PackedSeqParams, torch.Tensor]:
         """The pack's boundaries and rotary angles in the form that this implementation's attention takes."""
         if self.implementation == "local":
             where = batch.tokens_t.device
