@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megarl.config import files, keys, options
+from megarl.config import files, keys, options, sglang
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import Origin, read
 from megarl.config.schema import Config
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megarl.objective.recipes import Objective
 
 T = TypeVar("T")
-_ENGINES = ("embedded",)  # what this version can start
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ def check(config: Config, origin: Origin | None = None, environ: Mapping[str, st
         found.extend(rule(config))
     found.extend(_partitions(config, environ))
     found.extend(options.check_megatron(config.megatron))
-    found.extend(options.check_sglang(config.sglang))
     notes: list[str] = []
+    found.extend(sglang.check(config, notes))
     layout = _collect(found, lambda: Layout.from_config(config))
     if layout:
         found.extend(_layout(config, layout, notes))
@@ -101,8 +100,6 @@ def _rollout(config: Config) -> Iterator[UserMistake]:
                 f"{getattr(rollout, name)} truncates the distribution, but engines return log-probs from before the "
                 "truncation: importance weights would be biased", f"rollout.{name}",
                 f"leave it at {neutral}; evaluation may truncate (eval.sets.0.sampling.{name})")
-    if rollout.engine not in _ENGINES:
-        yield UserMistake(f"{rollout.engine} is not in this version", "rollout.engine", f"use {' or '.join(_ENGINES)}")
     if rollout.max_lag:
         yield UserMistake(f"{rollout.max_lag} is not in this version", "rollout.max_lag", "use 0 (synchronous)")
     if rollout.samples_per_prompt < 2:

@@ -1,7 +1,7 @@
 """Options passed through to Megatron-core and SGLang, checked against their classes where those are installed.
 
-The classes are read from their source files: importing either project is slow, and Megatron-core must not be imported
-before the device is prepared.
+Megatron-core's classes are read from their source files: importing it is slow, and it must not be imported before the
+device is prepared. SGLang's are read in `config.sglang`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ MEGATRON_OWNED = {  # fields that follow from other keys or from the model; set 
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "megarl trains without dropout: log-probs must repeat"),
     "moe_enable_routing_replay": "RouterState.set_replay replays routing",
 }
-SGLANG_OWNED = {"model_path": "set model.path", "host": "megarl chooses it", "port": "megarl chooses it",
-                "dtype": "set model.dtype"}
 
 
 def check_megatron(options: Mapping[str, Any]) -> Iterator[UserMistake]:
@@ -55,18 +53,20 @@ def check_megatron(options: Mapping[str, Any]) -> Iterator[UserMistake]:
     if core:
         fields = {**class_fields(core / "model_parallel_config.py", "ModelParallelConfig"),
                   **class_fields(core / "transformer" / "transformer_config.py", "TransformerConfig")}
-    yield from _check("megatron", options, fields, MEGATRON_OWNED, "TransformerConfig")
+    yield from check_fields("megatron", options, fields, MEGATRON_OWNED, "TransformerConfig")
 
 
-def check_sglang(options: Mapping[str, Any]) -> Iterator[UserMistake]:
-    """Mistakes in `sglang: {...}` against the installed ServerArgs."""
-    package = _package("sglang") if options else None
-    fields = class_fields(package / "srt" / "server_args.py", "ServerArgs") if package else {}
-    yield from _check("sglang", options, fields, SGLANG_OWNED, "ServerArgs")
+def check_fields(section: str, options: Mapping[str, Any], fields: Mapping[str, Any], owned: Mapping[str, str],
+                 class_name: str) -> Iterator[UserMistake]:
+    """Mistakes in a section of options.
 
-
-def _check(section: str, options: Mapping[str, Any], fields: Mapping[str, Any], owned: Mapping[str, str],
-           class_name: str) -> Iterator[UserMistake]:
+    Args:
+        section: its key.
+        options: name -> value.
+        fields: known name -> type; empty if not known here: then only `owned` is checked.
+        owned: name that must not be set -> remedy.
+        class_name: whose fields they are, for the messages.
+    """
     for name, value in options.items():
         where = f"{section}.{name}"
         if name in owned:
@@ -110,16 +110,17 @@ def class_fields(path: Path, class_name: str) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    names = {**vars(typing), "int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": tuple,
-             "dict": dict, "__builtins__": {}}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return {item.target.id: _evaluate(item.annotation, names) for item in node.body
+            return {item.target.id: evaluate(item.annotation) for item in node.body
                     if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
     return {}
 
 
-def _evaluate(annotation: ast.expr, names: dict[str, Any]) -> Any:
+def evaluate(annotation: ast.expr) -> Any:
+    """The type that an annotation means; Any if it names something beyond builtins and `typing`."""
+    names = {**vars(typing), "int": int, "float": float, "bool": bool, "str": str, "list": list, "tuple": tuple,
+             "dict": dict, "__builtins__": {}}
     try:
         return eval(compile(ast.Expression(annotation), "<annotation>", "eval"), names)
     except (NameError, AttributeError, TypeError):

@@ -15,15 +15,17 @@ from pathlib import Path
 import aiohttp
 
 from megarl.cluster.partition import Partition
+from megarl.config import sglang
 from megarl.config.schema import Config
 from megarl.errors import EXIT_MISTAKE, MachineFault, UserMistake
 from megarl.rollout.client import EngineClient, EngineError
+from megarl.rollout.sglang import server_command
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 PROGRESS_S = 15.0  # between lines that say that an engine is still starting
-GRACE_S = 3.0  # between SIGTERM and SIGKILL
+GRACE_S = {"embedded": 3.0, "sglang": 9.0}  # between SIGTERM and SIGKILL: SGLang looks for the signal every 5 s
 _CHILD = Path(__file__).with_name("child.py")
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # An engine that inherits these takes part in the trainers' rendezvous (or hangs in its own), or ends their run.
@@ -45,7 +47,7 @@ def engine_command(config: Config, number: int, first_gpu: int, host: str, port:
     """The command line of an engine.
 
     Args:
-        config: `rollout.engine` says which one; `sglang` options pass through under their own names.
+        config: `rollout.engine` says which one.
         number: of this engine within its rollout rank.
         first_gpu: of the rollout rank; an SGLang engine takes the GPUs from first_gpu + number * tp_size on, unless
             `sglang.base_gpu_id` is set.
@@ -57,30 +59,15 @@ def engine_command(config: Config, number: int, first_gpu: int, host: str, port:
     if config.rollout.engine == "embedded":
         return [sys.executable, "-m", "megarl.rollout.embedded", *common, "--slots", str(config.rollout.slots),
                 "--update-timeout", str(config.sync.timeout_s)]
-    options = dict(config.sglang)
-    options.setdefault("base_gpu_id", first_gpu + number * int(options.get("tp_size", 1)))
-    return [config.rollout.sglang_python or sys.executable, "-m", "sglang.launch_server", *common, *_flags(options)]
+    return server_command(config, common, first_gpu + number * int(config.sglang.get("tp_size", 1)), version)
 
 
-def _flags(options: dict) -> list[str]:
-    """`{"tp_size": 2, "disable_radix_cache": True}` -> `--tp-size 2 --disable-radix-cache`; False and None: nothing."""
-    flags = []
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        flags.append("--" + name.replace("_", "-"))
-        if isinstance(value, list):
-            flags += [str(item) for item in value]
-        elif value is not True:
-            flags.append(str(value))
-    return flags
-
-
-def engine_environment() -> dict[str, str]:
-    """This process's environment without the launcher's variables (facts: with them an engine hangs at its start)."""
+def engine_environment(interpreter: str = sys.executable) -> dict[str, str]:
+    """This process's environment without the launcher's variables, for an engine that `interpreter` runs."""
     kept = {name: value for name, value in os.environ.items()
             if name not in _NOT_INHERITED and not name.startswith("TORCHELASTIC_")}
-    return {**kept, "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    # its health must not wait for the end of a pause
+    return {**sglang.environment(interpreter, kept), "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
 def free_port(host: str) -> int:
@@ -134,7 +121,7 @@ class EngineProcess:
             offset = file.tell()
             process = await asyncio.create_subprocess_exec(
                 sys.executable, str(_CHILD), str(os.getpid()), *command, stdin=asyncio.subprocess.DEVNULL, stdout=file,
-                stderr=asyncio.subprocess.STDOUT, env=engine_environment(), start_new_session=True)
+                stderr=asyncio.subprocess.STDOUT, env=engine_environment(command[0]), start_new_session=True)
         return cls(name, address, version, log_path, offset, process)
 
     @property
@@ -210,15 +197,18 @@ class EngineProcess:
             return "\n".join(lines[starts[-1]:]).removeprefix("error: ")
         return lines[-1][-500:] if lines else "(nothing)"
 
-    async def stop(self) -> None:
-        """End it and everything in its process group: SIGTERM, after a grace period SIGKILL."""
+    async def stop(self, grace_s: float) -> None:
+        """End it by SIGTERM, `grace_s` later by SIGKILL, and then whatever is left of its process group.
+
+        Only the main process gets the SIGTERM: SGLang takes the end of one of its children for a crash.
+        """
         if self._process.returncode is None:
-            self._signal(signal.SIGTERM)
+            self._process.terminate()
             try:
-                await asyncio.wait_for(self._process.wait(), GRACE_S)
+                await asyncio.wait_for(self._process.wait(), grace_s)
             except TimeoutError:
-                log.warning("%s did not end %.0f s after SIGTERM, killing it", self.name, GRACE_S)
-        self._signal(signal.SIGKILL)  # also what its main process left behind
+                log.warning("%s did not end %.0f s after SIGTERM, killing it", self.name, grace_s)
+        self._signal(signal.SIGKILL)
         await self._process.wait()
 
     async def kill(self) -> None:

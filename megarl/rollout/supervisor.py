@@ -20,12 +20,13 @@ import aiohttp
 from torch.distributed import DistError, Store
 
 from megarl.cluster.partition import Partition
+from megarl.config import sglang
 from megarl.config.schema import Config
 from megarl.errors import Ended, MachineFault, MegarlError, UserMistake
 from megarl.rollout.client import open_session
 from megarl.rollout.fleet import EngineRecord, Registrar, stopped
 from megarl.rollout.lease import BEAT_S, LeaseWatch
-from megarl.rollout.process import EngineProcess, engine_command, first_gpu, free_port
+from megarl.rollout.process import GRACE_S, EngineProcess, engine_command, first_gpu, free_port
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,14 @@ def supervise(config: Config, partition: Partition, store: Store, run_dir: Path 
         run_dir: engines log to `run_dir/logs/engine-<id>.log`.
         address: of the interface that engines bind to; loopback where the whole job is on this host.
     Raises:
-        UserMistake: an engine ended with status 64; its message.
+        UserMistake: SGLang is not where the config says, or is too old; an engine ended with status 64 (its message).
         MachineFault: an engine failed to start `rollout.start_attempts` times in a row; the trainers' lease stands
             still for `cluster.lease_timeout_s` (or never began within `cluster.start_timeout_s`); the control store
             or the parent process is gone; SIGTERM.
         KeyboardInterrupt: SIGINT.
     """
+    if config.rollout.engine == "sglang":
+        sglang.installation(sglang.python(config))
     supervisor = _Supervisor(config, partition, store, Path(run_dir), address)
     asyncio.run(supervisor.run())
     if supervisor.signal == signal.SIGINT:
@@ -172,16 +175,18 @@ class _Supervisor:
         while True:
             self._link.write(record)
             engine = await self._start(number, record)
+            ending = False
             try:
                 cause, was_up = await self._live(engine, record, session)
                 failures = 0 if was_up else failures + 1
                 given_up = isinstance(cause, UserMistake) or failures >= self._config.rollout.start_attempts
                 self._link.write(stopped(record, "failed" if given_up else "down", str(cause), cause.status))
             except asyncio.CancelledError:
+                ending = True
                 self._link.write(stopped(record, "stopped"))
                 raise
-            finally:
-                await engine.stop()
+            finally:  # one that is to be replaced has nothing to finish
+                await (engine.stop(GRACE_S[self._config.rollout.engine]) if ending else engine.kill())
             if given_up:
                 raise cause
             log.warning("%s; starting it again", cause)

@@ -12,10 +12,9 @@ from rollout_parts import VERSION, make_config, new_store
 from scripted_engine import ScriptedEngine, Serving
 from supervised import Supervised, processes_with, until
 
-from megarl.cluster.partition import Partition
 from megarl.errors import MachineFault, UserMistake
 from megarl.rollout.fleet import request_stop
-from megarl.rollout.process import engine_command, first_gpu
+from megarl.rollout.process import engine_command
 
 
 def _stats(record):
@@ -160,16 +159,8 @@ def test_ranks_that_are_missing_are_named(tmp_path):
         assert time.monotonic() - begun < 15
 
 
-def test_commands_of_both_engines():
+def test_command_of_the_embedded_engine():
     embedded = engine_command(make_config("/m"), 0, 0, "127.0.0.1", 5, "own-1")
     assert embedded[1:] == ["-m", "megarl.rollout.embedded", "--model-path", "/m", "--host", "127.0.0.1", "--port",
                             "5", "--dtype", "float32", "--weight-version", "own-1", "--slots", "64",
                             "--update-timeout", "120.0"]
-    config = make_config("/m", rollout={"engine": "sglang", "sglang_python": "/s/python", "engines_per_rank": 2})
-    config = config.model_copy(update={"sglang": {"tp_size": 4, "disable_radix_cache": True, "log_requests": False,
-                                                  "cuda_graph_bs": [1, 2]}})
-    partition = Partition(rank=12, world=13, local_rank=4, trainers=11, rollouts=2)  # 3 trainers, 2 rollout ranks here
-    command = engine_command(config, 1, first_gpu(config, partition), "10.0.0.1", 5, "own-1")
-    assert command[:3] == ["/s/python", "-m", "sglang.launch_server"]
-    assert command[13:] == ["--tp-size", "4", "--disable-radix-cache", "--cuda-graph-bs", "1", "2", "--base-gpu-id",
-                            "15"]  # 3 trainers, two engines of the rank before, one of its own, on 4 GPUs each

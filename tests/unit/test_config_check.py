@@ -84,7 +84,6 @@ def test_the_good_config_is_good(folder: Path) -> None:
     ({"rollout.top_p": 0.9},
      "rollout.top_p: 0.9 truncates the distribution, but engines return log-probs from before the truncation: "
      "importance weights would be biased; leave it at 1.0; evaluation may truncate (eval.sets.0.sampling.top_p)"),
-    ({"rollout.engine": "sglang"}, "rollout.engine: sglang is not in this version; use embedded"),
     ({"rollout.max_lag": 1}, "rollout.max_lag: 1 is not in this version; use 0 (synchronous)"),
     ({"rollout.samples_per_prompt": 1},
      "rollout.samples_per_prompt: 1 sample a group: an advantage is relative to the group's mean, so all would be 0; "

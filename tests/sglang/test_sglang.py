@@ -1,0 +1,243 @@
+"""The real SGLang on a CPU under the supervisor: against the embedded engine, transformers, and a trainer's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from good_config import _write_tokenizer
+from models import config_for, save_hf_model
+from rollout_parts import in_loop
+from supervised import Supervised, processes_with, until
+from worlds import run_world
+
+from megarl.config.layout import Layout
+from megarl.errors import MachineFault
+from megarl.rollout.client import EngineClient, EngineRefused
+from megarl.rollout.fleet import EngineRecord
+from megarl.rollout.protocol import Completion, GenerateRequest, Sampling
+
+PROMPTS, TOKENS, VOCABULARY = 100, 24, 99
+START_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    """Two tiny Qwen3-MoE, fp32, with different random weights and a tokenizer that ends a text as they do."""
+    folders = [tmp_path_factory.mktemp(f"model{seed}") for seed in (0, 1)]
+    for seed, folder in enumerate(folders):
+        save_hf_model("qwen3_moe", folder, seed, eos_token_id=2)
+        _write_tokenizer(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, models, interpreter) -> Iterator[Supervised]:
+    """A supervisor with one SGLang, on the first model."""
+    with Supervised(tmp_path_factory.mktemp("sglang"), options=None, model=str(models[0]), cluster={"device": "cpu"},
+                    rollout={"engine": "sglang", "sglang_python": interpreter}) as supervised:
+        begun = time.monotonic()
+        supervised.fleet.wait_ready(START_S)
+        print(f"SGLang was up after {time.monotonic() - begun:.0f} s")
+        yield supervised
+
+
+def engine(world: Supervised) -> EngineRecord:
+    """The engine as it is now."""
+    (record,) = until(world.fleet.engines, "no engine is up", START_S)
+    return record
+
+
+def prompts(count: int) -> list[np.ndarray]:
+    """Random ones of 3 to 40 tokens."""
+    rng = np.random.default_rng(3)
+    return [rng.integers(3, VOCABULARY, rng.integers(3, 40)).astype(np.int32) for _ in range(count)]
+
+
+def ask(url: str, ids: Sequence[np.ndarray], sampling: Sampling) -> list[list[Completion]]:
+    """Completions of every prompt, 16 requests at a time."""
+    async def all_of_them(session: Any) -> list[list[Completion]]:
+        client, gate = EngineClient(url, session), asyncio.Semaphore(16)
+
+        async def one(number: int) -> list[Completion]:
+            async with gate:
+                return await client.generate(GenerateRequest(f"ask/{number}/", ids[number], sampling),
+                                             vocab_size=VOCABULARY)
+
+        return await asyncio.gather(*map(one, range(len(ids))))
+
+    return in_loop(all_of_them, 240.0)
+
+
+def logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    """float32 [tokens, vocabulary] of transformers."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def gap(folder: Path, url: str, temperature: float = 0.7) -> float:
+    """Largest difference of an engine's log-probs of sampled tokens from transformers' with a folder's weights."""
+    model, worst, ids = load(folder), 0.0, prompts(8)
+    for prompt, completions in zip(ids, ask(url, ids, Sampling(TOKENS, temperature, n=4)), strict=True):
+        assert len({tuple(completion.response_ids) for completion in completions}) > 1, "n samples are all the same"
+        for completion in completions:
+            whole = [*prompt.tolist(), *completion.response_ids.tolist()]
+            rows = torch.log_softmax(logits(model, whole)[len(prompt) - 1:-1] / temperature, -1)
+            expected = rows.gather(1, torch.tensor(completion.response_ids, dtype=torch.int64)[:, None])[:, 0]
+            worst = max(worst, float(np.abs(expected.numpy() - completion.logprobs).max()))
+    return worst
+
+
+def test_greedy_tokens_equal_the_embedded_engines(world, models, tmp_path):
+    ids, greedy = prompts(PROMPTS), Sampling(TOKENS, temperature=0.0)
+    with Supervised(tmp_path, options=None, model=str(models[0]), rollout={"slots": 32}) as other:
+        (embedded,) = other.fleet.wait_ready(60)
+        expected = ask(embedded.url, ids, greedy)
+    found = ask(engine(world).url, ids, greedy)
+    model, worst, ties, equal = load(models[0]), 0.0, [], 0
+    for number, (prompt, (ours,), (theirs,)) in enumerate(zip(ids, expected, found, strict=True)):
+        same = min(len(ours.response_ids), len(theirs.response_ids))
+        differ = np.flatnonzero(ours.response_ids[:same] != theirs.response_ids[:same])
+        if len(differ):
+            same = int(differ[0])
+            best = logits(model, [*prompt.tolist(), *ours.response_ids[:same].tolist()])[-1].topk(2).values
+            ties.append((number, same, float(best[0] - best[1])))
+            assert ties[-1][2] < 1e-4, f"prompt {number}, token {same}: no tie"
+        else:
+            equal += 1
+            assert len(ours.response_ids) == len(theirs.response_ids) and ours.finish == theirs.finish
+        worst = max(worst, float(np.abs(ours.logprobs[:same] - theirs.logprobs[:same]).max(initial=0.0)))
+    ends = [theirs.finish for (theirs,) in found]
+    print(f"{equal} of {PROMPTS} equal, {ends.count('stop')} stopped, ties {ties}; log-probs within {worst:.1e}")
+    assert worst < 1e-3 and equal + len(ties) == PROMPTS and equal > 0.9 * PROMPTS
+
+
+def test_log_probs_after_temperature_equal_transformers(world, models):
+    worst = gap(models[0], engine(world).url)
+    print(f"sampled log-probs within {worst:.1e} of transformers'")
+    assert worst < 1e-4
+
+
+def test_a_request_whose_client_is_gone_is_not_computed_further(world):
+    """SGLang renames the samples of a group, so that aborting by rid misses them; the broken connection tells it."""
+    async def leave(session: Any) -> float:
+        client = EngineClient(engine(world).url, session)
+        request = GenerateRequest("gone/", prompts(1)[0], Sampling(200, n=8))
+        task = asyncio.create_task(client.generate(request, vocab_size=VOCABULARY))
+        await asyncio.sleep(0.3)
+        with pytest.raises(EngineRefused, match="pending|not flushed|Flush cache failed|running"):
+            await client.flush()
+        task.cancel()
+        begun = time.monotonic()
+        while True:
+            try:
+                await client.flush()
+                return time.monotonic() - begun
+            except EngineRefused:
+                await asyncio.sleep(0.02)
+
+    print(f"idle {in_loop(leave):.2f} s after the client had gone")
+
+
+def publish(rank: int, model: Path, weights: Path, port: int, generation: str, export: Path | None = None) -> Any:
+    """A trainer publishes `weights`, then nine tenths of them; the two reports, or what went wrong."""
+    from megarl.checkpoint.hf_export import save_hf
+    from megarl.checkpoint.hf_import import load_hf
+    from megarl.cluster.groups import make_groups
+    from megarl.model.build import build_chunks
+    from megarl.model.hf_config import HFConfig
+    from megarl.rollout.fleet import Fleet
+    from megarl.sync.publish import WeightPublisher
+
+    layout = Layout(1)
+    make_groups(layout, datetime.timedelta(seconds=100), seed=1)
+    hf, config = HFConfig.read(model), config_for(model)
+    config = config.model_copy(update={
+        "sync": config.sync.model_copy(update={"bucket_mb": 1, "timeout_s": 60.0}),
+        "rollout": config.rollout.model_copy(update={"engine": "sglang"})})
+    chunks = build_chunks(hf, config, layout)
+    load_hf(chunks, weights, hf)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    publisher = WeightPublisher(chunks, hf, config, address="127.0.0.1", generation=generation,
+                                fleet=Fleet(store, 1, 1, 30.0))
+    try:
+        reports = [publisher.publish(f"{generation}:1")]
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(0.9)
+        reports.append(publisher.publish(f"{generation}:2"))
+    except MachineFault as error:
+        return str(error)
+    finally:
+        publisher.close()
+    if export is not None:
+        save_hf(chunks, hf, layout, model, export)
+    return reports
+
+
+def test_published_weights_are_whole_and_a_broken_engine_comes_back(world, models, tmp_path):
+    call = run_world(1, publish, models[0], models[1], world.store.port, "a", tmp_path / "export")[0]
+    assert [report.version for report in call] == ["a:1", "a:2"], call
+    print(f"published {call[1].tensors} tensors, {call[1].bytes} bytes in {call[0].seconds:.2f} s, "
+          f"again in {call[1].seconds:.2f} s")
+    record = engine(world)
+    assert [synced.key for synced in world.fleet.synced_engines()] == [record.key]
+    worst = gap(tmp_path / "export", record.url)
+    print(f"log-probs within {worst:.1e} of transformers' with the published weights")
+    assert worst < 1e-4 < gap(models[1], record.url)
+    (completion,) = ask(record.url, prompts(1), Sampling(4))[0]
+    assert completion.versions == [("a:2", 0, len(completion.response_ids))]
+
+    # as a trainer leaves it that was killed in the middle
+    in_loop(lambda session: EngineClient(record.url, session).begin_update())
+    refused = run_world(1, publish, models[0], models[1], world.store.port, "b")[0]
+    assert isinstance(refused, str) and record.url in refused and "already open" in refused, refused
+    back = until(lambda: [found for found in world.fleet.engines() if found.incarnation == 2], "not restarted", START_S)
+    assert world.fleet.synced_engines() == []
+    assert gap(models[0], back[0].url) < 1e-4  # its own weights, from the directory
+
+    assert not isinstance(run_world(1, publish, models[0], models[0], world.store.port, "c")[0], str)
+    assert [synced.key for synced in world.fleet.synced_engines()] == [("0.0", 2)]
+
+
+def test_a_killed_engine_is_started_again_and_leaves_nothing(world):
+    before = engine(world)
+    pids = [pid for pid in processes_with(str(world.run_dir)) if "sglang::" in name_of(pid)]
+    assert len(pids) >= 2, "scheduler and detokenizer were expected"
+    main = processes_with(f"--port {before.url.rpartition(':')[2]}".replace(" ", "\0"))
+    os.kill(min(main), signal.SIGKILL)
+    until(lambda: not world.fleet.engines(), "the dead engine is still registered")
+    until(lambda: not any(alive(pid) for pid in pids), "its children outlived it", 10.0)
+    until(lambda: [found for found in world.fleet.engines() if found.incarnation == before.incarnation + 1],
+          "it was not started again", START_S)
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    """Whether it still runs; one that only waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,182 @@
+"""How SGLang is found, checked and started; no SGLang is needed here (tests/sglang runs the real one)."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from good_config import good_tree, write_files
+
+from megarl.cluster.partition import Partition
+from megarl.config.check import check
+from megarl.config.load import build
+from megarl.config.schema import Config
+from megarl.config.sglang import VERSION, environment, installation, server_arguments
+from megarl.errors import UserMistake
+from megarl.rollout.process import engine_command, engine_environment, first_gpu
+
+FIELDS = '''
+class Parallel(msgspec.Struct):
+    _NS_PATH = "parallel"
+    tp_size: A[int, Arg(help="ranks", aliases=["--tensor-parallel-size"])] = 1
+    attn_dp_size: A[int, "groups"] = 1
+    dp_size: A[int, Arg(help="replicas", resolvable=True)] = 1
+    pp_size: A[int, "stages"] = 1
+    gpu: A[Optional[int], Derived("set at runtime")] = None
+    backend: A[Optional[Literal["a", "b"]], "which"] = None
+    gemm_runner_backend: A[str, Arg(help="kernels", cli_name="--gemm-backend")] = "auto"
+    replay: A[Optional[bool], Arg(help="bounded", action=argparse.BooleanOptionalAction)] = None
+    loras: A[List[LoRARef], Arg(help="a type of its own")] = None
+    hidden: A[int, Arg(no_cli=True)] = 0
+    plain: int = 0
+'''
+
+
+def make_sglang(folder: Path, version: str = VERSION, route: str = "/begin_weight_update") -> str:
+    """A package that looks like SGLang, and a Python that finds it."""
+    fields, server = folder / "sglang/srt/arg_groups/fields", folder / "sglang/srt/entrypoints"
+    for path in (fields, server, folder / f"sglang-{version}.dist-info"):
+        path.mkdir(parents=True)
+    (folder / "sglang/__init__.py").write_text("raise RuntimeError('was imported')")
+    (fields / "parallel.py").write_text(FIELDS)
+    (server / "http_server.py").write_text(f'@app.post("{route}")\ndef begin(): ...\n')
+    (folder / f"sglang-{version}.dist-info/METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}")
+    return wrapper(folder / "python", f'PYTHONPATH="{folder}" exec "{sys.executable}" "$@"')
+
+
+def wrapper(path: Path, line: str) -> str:
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("good")
+    write_files(path)
+    return path
+
+
+def config(folder: Path, interpreter: str = "/s/bin/python", sglang: dict[str, Any] | None = None,
+           **sections: dict[str, Any]) -> Config:
+    """The good config with SGLang."""
+    tree = copy.deepcopy(good_tree(folder))
+    sections["rollout"] = {"engine": "sglang", "sglang_python": interpreter, **sections.get("rollout", {})}
+    for name, changes in sections.items():
+        tree[name] = {**tree.get(name, {}), **changes}
+    return build({**tree, "sglang": sglang or {}})
+
+
+def told(*args: Any, **kwargs: Any) -> list[str]:
+    return [mistake.line() for mistake in check(config(*args, **kwargs), environ={}).mistakes]
+
+
+def test_command_on_gpus(folder):
+    made = config(folder, sglang={"tp_size": 4, "disable_radix_cache": True, "log_requests": False,
+                                  "quantization": None, "cuda_graph_bs": [1, 2],
+                                  "json_model_override_args": {"a": 1}},
+                  cluster={"device": "cuda"}, rollout={"engines_per_rank": 2})
+    partition = Partition(rank=12, world=13, local_rank=4, trainers=11, rollouts=2)  # 3 trainers, 2 rollout ranks here
+    command = engine_command(made, 1, first_gpu(made, partition), "10.0.0.1", 5, "own-1.1-2-77")
+    assert command[:3] == ["/s/bin/python", "-m", "sglang.launch_server"]
+    assert command[3:13] == ["--model-path", str(folder / "model"), "--host", "10.0.0.1", "--port", "5", "--dtype",
+                             "float32", "--weight-version", "own-1.1-2-77"]
+    rest = command[13:]
+    assert rest[:2] == ["--log-level-http", "warning"] and rest[2] == "--random-seed" and rest[3].isdigit()
+    # 3 trainers, two engines of the rank before, one of its own, on 4 GPUs each
+    assert rest[4:] == ["--base-gpu-id", "15", "--tp-size", "4", "--disable-radix-cache", "--cuda-graph-bs", "1", "2",
+                        "--json-model-override-args", '{"a": 1}']
+
+
+def test_command_on_a_cpu(folder):
+    command = engine_command(config(folder, sglang={"max_total_tokens": 4096, "random_seed": 9}), 0, 0, "::1", 5, "v-1")
+    assert command[0] == "/s/bin/python" and Path(command[1]).is_file()
+    assert Path(command[1]).parts[-3:] == ("rollout", "sglang_cpu", "launch.py")
+    rest = command[command.index("v-1") + 1:]
+    assert rest == ["--log-level-http", "warning", "--random-seed", "9", "--device", "cpu", "--attention-backend",
+                    "torch_native", "--disable-overlap-schedule", "--skip-server-warmup", "--max-total-tokens", "4096"]
+
+
+def test_every_incarnation_draws_other_numbers_whatever_its_process(folder):
+    def seed(version: str, run: int = 0) -> str:
+        command = engine_command(config(folder, run={"seed": run}), 0, 0, "h", 5, version)
+        return command[command.index("--random-seed") + 1]
+
+    assert seed("own-0.0-1-77") == seed("own-0.0-1-5")
+    assert len({seed("own-0.0-1-7"), seed("own-0.0-2-7"), seed("own-1.0-1-7"), seed("own-0.0-1-7", run=1)}) == 4
+
+
+def test_environment_is_its_own(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH", "VIRTUAL_ENV", "KEPT"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("PATH", "/bin")
+    other, own = engine_environment("/s/bin/python"), engine_environment()
+    assert other["PATH"] == "/s/bin:/bin" and own["PATH"] == "/bin"
+    assert not {"PYTHONPATH", "VIRTUAL_ENV"} & set(other) and {"PYTHONPATH", "VIRTUAL_ENV"} <= set(own)
+    for found in (other, own):
+        assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"} & set(found) and found["KEPT"] == "x"
+        assert found["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+
+def test_arguments_are_read_from_the_sources_without_an_import(tmp_path):
+    found = installation(make_sglang(tmp_path))
+    assert found.version == VERSION and found.package == tmp_path / "sglang"
+    known = server_arguments(found.package)
+    assert set(known) == {"tp_size", "attn_dp_size", "dp_size", "pp_size", "backend", "gemm_backend", "replay",
+                          "no_replay", "loras"}
+    assert known["tp_size"] is int and known["no_replay"] is bool
+
+
+def test_good_options_pass_and_another_version_is_noted(folder, tmp_path):
+    options = {"tp_size": 2, "backend": "a", "gemm_backend": "x", "no_replay": True, "loras": 7, "attn_dp_size": 2}
+    report = check(config(folder, make_sglang(tmp_path / "same"), options), environ={})
+    assert report.mistakes == [] and report.notes == []
+    report = check(config(folder, make_sglang(tmp_path / "newer", "0.6.0")), environ={})
+    assert report.mistakes == [] and report.notes == [f"SGLang 0.6.0: megarl was written against {VERSION}"]
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"tp_sise": 2}, "sglang.tp_sise: ServerArgs has no such field; did you mean sglang.tp_size?"),
+    ({"tp_size": "two"}, "sglang.tp_size: 'two' does not fit ServerArgs.tp_size; give a value of the type int"),
+    ({"host": "0.0.0.0"}, "sglang.host: cannot be set here; megarl chooses it"),
+    ({"nnodes": 2}, "sglang.nnodes: cannot be set here; an engine lives on one host in this version"),
+    ({"pp_size": 2}, "sglang.pp_size: weights are sent to tensor-parallel ranks; an engine of several pipeline stages "
+                     "would take them wrongly; use 1 and raise sglang.tp_size"),
+    ({"dp_size": 2}, "sglang.dp_size: SGLang refuses weight updates of an engine with replicas; use 1 and raise "
+                     "rollout.engines_per_rank, or set sglang.attn_dp_size for attention"),
+])
+def test_wrong_options(folder, tmp_path, options, words):
+    assert told(folder, make_sglang(tmp_path), options) == [words]
+
+
+def test_checksums_cannot_be_compared(folder, tmp_path):
+    (line,) = told(folder, make_sglang(tmp_path), sync={"verify": True})
+    assert line.startswith("sync.verify: SGLang's checksums are of its own fused tensors")
+
+
+def test_an_environment_that_will_not_do(folder, tmp_path):
+    old = make_sglang(tmp_path / "old", "0.5.10", "/update_weights_from_tensor")
+    without = wrapper(tmp_path / "without", f'exec "{sys.executable}" -S "$@"')
+    broken = wrapper(tmp_path / "broken", "exit 3")
+    for interpreter, words in ((old, f"SGLang 0.5.10 of {old} knows no begin_weight_update and end_weight_update"),
+                               (without, f"{without} has no package sglang"),
+                               (broken, f"{broken} does not work as a Python"),
+                               (str(tmp_path / "nothing"), "nothing is not a program")):
+        (line,) = told(folder, interpreter)
+        assert line.startswith("rollout.sglang_python: ") and words in line and VERSION in line
+
+
+def test_the_embedded_engine_needs_no_sglang(folder):
+    assert told(folder, "/nowhere", {"tp_size": 2}, rollout={"engine": "embedded"}) == []
+
+
+def test_a_supervisor_says_so_before_it_starts_anything(folder, tmp_path):
+    from megarl.rollout.supervisor import supervise
+
+    with pytest.raises(UserMistake, match="/nowhere is not a program"):
+        supervise(config(folder, "/nowhere"), Partition(2, 3, 0, 2, 1), None, tmp_path)
+    assert environment(sys.executable, {"A": "b"}) == {"A": "b"}
