@@ -53,7 +53,8 @@ def check(config: Config, origin: Origin | None = None, environ: Mapping[str, st
         found.extend(rule(config))
     found.extend(_partitions(config, environ))
     found.extend(options.check_megatron(config.megatron))
-    notes: list[str] = []
+    late = [step for step in config.observe.trace_steps if step > config.run.steps]
+    notes = [f"observe.trace_steps: the run has no step {late[0]}"] if late else []
     found.extend(sglang.check(config, notes))
     layout = _collect(found, lambda: Layout.from_config(config))
     if layout:

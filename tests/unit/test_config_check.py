@@ -239,3 +239,9 @@ def test_the_check_needs_no_torch(folder: Path) -> None:
             "print([name for name in ('torch', 'megatron.core', 'transformers', 'sglang') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_step_that_does_not_come_is_noted(folder: Path) -> None:
+    tree = good_tree(folder)
+    tree["observe"] = {"trace_steps": [1, 5]}
+    assert check(build(tree), environ={}).notes == ["observe.trace_steps: the run has no step 5"]
