@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,6 +28,8 @@ POLL_S = 0.1
 PROGRESS_S = 15.0  # between lines that say that an engine is still starting
 GRACE_S = {"embedded": 3.0, "sglang": 9.0}  # between SIGTERM and SIGKILL: SGLang looks for the signal every 5 s
 _CHILD = Path(__file__).with_name("child.py")
+_RAISED = re.compile(r"[\w.]*(Error|Exception): ")  # the last line of a traceback
+_LAST_LINES = 30
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # An engine that inherits these takes part in the trainers' rendezvous (or hangs in its own), or ends their run.
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
@@ -188,14 +191,16 @@ class EngineProcess:
         return MachineFault(f"{self.name} {cause}; {self.log_path} ends: {self._last_words()}")
 
     def _last_words(self, whole_message: bool = False) -> str:
-        """The end of its log: the last line, or everything from the last line that begins with `error: ` on."""
+        """What its log ends with: everything from the last line that begins with `error: ` on, or the last exception
+        (SGLang goes on to say how it kills its children), or else the last line."""
         with open(self.log_path, "rb") as file:
             file.seek(self._log_offset)
             lines = [line for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
         starts = [place for place, line in enumerate(lines) if line.startswith("error: ")]
         if whole_message and starts:
             return "\n".join(lines[starts[-1]:]).removeprefix("error: ")
-        return lines[-1][-500:] if lines else "(nothing)"
+        raised = [line for line in lines[-_LAST_LINES:] if _RAISED.match(line)]
+        return raised[-1][:500] if raised else lines[-1][-500:] if lines else "(nothing)"
 
     async def stop(self, grace_s: float) -> None:
         """End it by SIGTERM, `grace_s` later by SIGKILL, and then whatever is left of its process group.

@@ -154,7 +154,8 @@ def test_a_request_whose_client_is_gone_is_not_computed_further(world):
     print(f"idle {in_loop(leave):.2f} s after the client had gone")
 
 
-def publish(rank: int, model: Path, weights: Path, port: int, generation: str, export: Path | None = None) -> Any:
+def publish(rank: int, model: Path, weights: Path, port: int, generation: str, export: Path | None = None,
+            tp_size: int = 1) -> Any:
     """A trainer publishes `weights`, then nine tenths of them; the two reports, or what went wrong."""
     from megarl.checkpoint.hf_export import save_hf
     from megarl.checkpoint.hf_import import load_hf
@@ -169,7 +170,7 @@ def publish(rank: int, model: Path, weights: Path, port: int, generation: str, e
     hf, config = HFConfig.read(model), config_for(model)
     config = config.model_copy(update={
         "sync": config.sync.model_copy(update={"bucket_mb": 1, "timeout_s": 60.0}),
-        "rollout": config.rollout.model_copy(update={"engine": "sglang"})})
+        "rollout": config.rollout.model_copy(update={"engine": "sglang"}), "sglang": {"tp_size": tp_size}})
     chunks = build_chunks(hf, config, layout)
     load_hf(chunks, weights, hf)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -226,6 +227,22 @@ def test_a_killed_engine_is_started_again_and_leaves_nothing(world):
     until(lambda: not any(alive(pid) for pid in pids), "its children outlived it", 10.0)
     until(lambda: [found for found in world.fleet.engines() if found.incarnation == before.incarnation + 1],
           "it was not started again", START_S)
+
+
+def test_a_killed_supervisor_takes_the_engine_and_its_children_along(world):
+    assert len([pid for pid in processes_with(str(world.run_dir)) if "sglang::" in name_of(pid)]) >= 2
+    world.processes[0].kill()
+    until(lambda: not any(alive(pid) for pid in processes_with(str(world.run_dir))), "something was left", 10.0)
+
+
+def test_two_tensor_parallel_ranks_take_their_parts_of_the_weights(models, interpreter, tmp_path):
+    with Supervised(tmp_path, options=None, model=str(models[0]), cluster={"device": "cpu"}, sglang={"tp_size": 2},
+                    rollout={"engine": "sglang", "sglang_python": interpreter}) as world:
+        (record,) = world.fleet.wait_ready(START_S)
+        assert gap(models[0], record.url) < 1e-4
+        call = run_world(1, publish, models[0], models[1], world.store.port, "t", tmp_path / "export", 2)[0]
+        assert [report.version for report in call] == ["t:1", "t:2"], call
+        assert gap(tmp_path / "export", record.url) < 1e-4
 
 
 def name_of(pid: int) -> str:

@@ -16,7 +16,7 @@ from megarl.config.load import build
 from megarl.config.schema import Config
 from megarl.config.sglang import VERSION, environment, installation, server_arguments
 from megarl.errors import UserMistake
-from megarl.rollout.process import engine_command, engine_environment, first_gpu
+from megarl.rollout.process import EngineProcess, engine_command, engine_environment, first_gpu
 
 FIELDS = '''
 class Parallel(msgspec.Struct):
@@ -180,3 +180,15 @@ def test_a_supervisor_says_so_before_it_starts_anything(folder, tmp_path):
     with pytest.raises(UserMistake, match="/nowhere is not a program"):
         supervise(config(folder, "/nowhere"), Partition(2, 3, 0, 2, 1), None, tmp_path)
     assert environment(sys.executable, {"A": "b"}) == {"A": "b"}
+
+
+def test_what_an_ended_server_said_last(tmp_path):
+    """SGLang's log goes on after the exception that ended it; an old exception is not the reason."""
+    def words(lines: list[str]) -> str:
+        (tmp_path / "log").write_text("\n".join(lines))
+        return EngineProcess("engine 0.0", ("h", 1), "v", tmp_path / "log", 0, None)._last_words()
+
+    noise = [f"[2026] kill_process_tree called {n}" for n in range(40)]
+    assert words(["Traceback", "AssertionError: too many ranks", *noise[:9]]) == "AssertionError: too many ranks"
+    assert words(["torch.cuda.OutOfMemoryError: 3 GB", "ValueError: x", *noise[:2]]) == "ValueError: x"
+    assert words(["requests.exceptions.ConnectionError: refused", *noise]) == noise[-1]

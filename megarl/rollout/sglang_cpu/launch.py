@@ -24,8 +24,10 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    arguments = prepare_server_args(sys.argv[1:])
+    shim.share_cores(arguments.tp_size)
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

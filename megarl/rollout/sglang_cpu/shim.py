@@ -76,6 +76,16 @@ class _NoOperators:
         raise AttributeError(name)
 
 
+def share_cores(ranks: int) -> None:
+    """Give each of an engine's tensor-parallel ranks its part of this machine's cores; else SGLang wants as many NUMA
+    nodes as ranks."""
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(len(cores) // ranks, 1)
+        parts = [cores[rank * each % len(cores):][:each] for rank in range(ranks)]
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, part)) for part in parts))
+
+
 def batch_decoding(backend: type) -> None:
     """Have SGLang's torch_native attention decode all sequences by one attention call instead of one call each.
 
