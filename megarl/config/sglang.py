@@ -26,6 +26,7 @@ VERSION = "0.5.23"  # whose protocol megarl was written against and tested with
 OWNED = {
     "model_path": "set model.path", "dtype": "set model.dtype", "weight_version": "publishing names the weights",
     **dict.fromkeys(("host", "port"), "megarl chooses it"),
+    "config": "give its options here",
     **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "an engine lives on one host in this version")}
 _HOW_TO_GET = (f"run bash launch/setup_sglang.sh (CPU), or pip install sglang=={VERSION} into an environment of its "
                "own, and give its python")
@@ -118,31 +119,40 @@ def _sizes(config: Config) -> Iterator[UserMistake]:
 def server_arguments(package: Path) -> dict[str, Any]:
     """SGLang's server arguments and their types, by the names of their flags with underscores.
 
-    They are the annotated fields `name: A[type, help or Arg(...)]` of the classes in `srt/arg_groups/fields`; an Arg
-    may give the flag another name. A switch that can be turned off (`--no-name`) is also there as `no_name`.
+    They are the annotated fields `name: A[type, help or Arg(...)]` of the classes in `srt/arg_groups/fields`, and what
+    `srt/server_args.py` adds by hand. An Arg may give the flag another name, or none. A switch that can be turned off
+    (`--no-name`) is also there as `no_name`.
     """
     found: dict[str, Any] = {}
+    without_flag: dict[str, Any] = {}
     for path in sorted((package / "srt" / "arg_groups" / "fields").glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                for item in node.body:
-                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                        found.update(_argument(item.target.id, item.annotation))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                arguments, has_flag = _argument(node.target.id, node.annotation)
+                (found if has_flag else without_flag).update(arguments)
+    for node in ast.walk(ast.parse((package / "srt" / "server_args.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument") and node.args:
+            name = _name(node.args[0])
+            found.setdefault(name, without_flag.get(name, Any))
     return found
 
 
-def _argument(name: str, annotation: ast.expr) -> dict[str, Any]:
-    """One field's arguments: {} if it is none, two if it can be turned off."""
-    if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in ("A", "Annotated")
+def _argument(name: str, annotation: ast.expr) -> tuple[dict[str, Any], bool]:
+    """One field's arguments ({} if it is none, two if it can be turned off), and whether the field makes the flag."""
+    if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "A"
             and isinstance(annotation.slice, ast.Tuple)):
-        return {}
+        return {}, False
     kind, meta = annotation.slice.elts[:2]
     given = {word.arg: word.value for word in meta.keywords} if isinstance(meta, ast.Call) else {}
-    if isinstance(meta, ast.Call) and ast.unparse(meta.func) != "Arg" or "no_cli" in given:
-        return {}
-    if isinstance(flag := given.get("cli_name"), ast.Constant):
-        name = flag.value.removeprefix("--").replace("-", "_")
+    if isinstance(meta, ast.Call) and ast.unparse(meta.func) != "Arg":
+        return {}, False
+    name = _name(given["cli_name"]) if "cli_name" in given else name
     found = {name: options.evaluate(kind)}
     if "action" in given and ast.unparse(given["action"]).endswith("BooleanOptionalAction"):
         found[f"no_{name}"] = bool
-    return found
+    return found, "no_cli" not in given
+
+
+def _name(flag: ast.expr) -> str:
+    """`"--tp-size"` -> tp_size."""
+    return ast.literal_eval(flag).removeprefix("--").replace("-", "_")

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,9 +22,12 @@ from supervised import Supervised, processes_with, until
 from worlds import run_world
 
 from megarl.config.layout import Layout
+from megarl.config.sglang import installation, server_arguments
 from megarl.errors import MachineFault
+from megarl.rollout import sglang_cpu
 from megarl.rollout.client import EngineClient, EngineRefused
 from megarl.rollout.fleet import EngineRecord
+from megarl.rollout.process import engine_environment
 from megarl.rollout.protocol import Completion, GenerateRequest, Sampling
 
 PROMPTS, TOKENS, VOCABULARY = 100, 24, 99
@@ -152,6 +156,20 @@ def test_a_request_whose_client_is_gone_is_not_computed_further(world):
                 await asyncio.sleep(0.02)
 
     print(f"idle {in_loop(leave):.2f} s after the client had gone")
+
+
+def test_the_config_check_knows_every_flag_by_its_own_name(interpreter):
+    """Against SGLang's own parser, in its environment; aliases are left out."""
+    code = ("import shim; shim.prepare()\nimport argparse\nfrom sglang.srt.server_args import ServerArgs\n"
+            "parser = argparse.ArgumentParser(add_help=False)\nServerArgs.add_cli_args(parser)\n"
+            "print(*(name for action in parser._actions for name in action.option_strings))\n"
+            "print(*(name for action in parser._actions for name in action.option_strings\n"
+            "        if name == '--' + action.dest.replace('_', '-')))")
+    done = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, timeout=120, check=True,
+                          env=engine_environment(interpreter) | {"PYTHONPATH": str(Path(sglang_cpu.__file__).parent)})
+    every, plain = (set(line.split()) for line in done.stdout.splitlines()[-2:])
+    known = {"--" + name.replace("_", "-") for name in server_arguments(installation(interpreter).package)}
+    assert len(plain) > 500 and known <= every and not plain - known, (known - every, plain - known)
 
 
 def publish(rank: int, model: Path, weights: Path, port: int, generation: str, export: Path | None = None,

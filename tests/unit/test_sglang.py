@@ -31,7 +31,14 @@ class Parallel(msgspec.Struct):
     replay: A[Optional[bool], Arg(help="bounded", action=argparse.BooleanOptionalAction)] = None
     loras: A[List[LoRARef], Arg(help="a type of its own")] = None
     hidden: A[int, Arg(no_cli=True)] = 0
+    by_hand: A[bool, Arg(no_cli=True)] = False
     plain: int = 0
+'''
+SERVER_ARGS = '''
+class ServerArgs:
+    def add_cli_args(parser):
+        parser.add_argument("--by-hand", action=Deprecated, new_flag="--other")
+        parser.add_argument("--monokernel-backend", choices=["amd"])
 '''
 
 
@@ -42,6 +49,7 @@ def make_sglang(folder: Path, version: str = VERSION, route: str = "/begin_weigh
         path.mkdir(parents=True)
     (folder / "sglang/__init__.py").write_text("raise RuntimeError('was imported')")
     (fields / "parallel.py").write_text(FIELDS)
+    (folder / "sglang/srt/server_args.py").write_text(SERVER_ARGS)
     (server / "http_server.py").write_text(f'@app.post("{route}")\ndef begin(): ...\n')
     (folder / f"sglang-{version}.dist-info/METADATA").write_text(
         f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}")
@@ -127,8 +135,8 @@ def test_arguments_are_read_from_the_sources_without_an_import(tmp_path):
     assert found.version == VERSION and found.package == tmp_path / "sglang"
     known = server_arguments(found.package)
     assert set(known) == {"tp_size", "attn_dp_size", "dp_size", "pp_size", "backend", "gemm_backend", "replay",
-                          "no_replay", "loras"}
-    assert known["tp_size"] is int and known["no_replay"] is bool
+                          "no_replay", "loras", "by_hand", "monokernel_backend"}
+    assert known["tp_size"] is int and known["no_replay"] is known["by_hand"] is bool
 
 
 def test_good_options_pass_and_another_version_is_noted(folder, tmp_path):
