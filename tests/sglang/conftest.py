@@ -10,15 +10,22 @@ import pytest
 from megarl.config.sglang import installation
 from megarl.errors import UserMistake
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+PYTHON = Path(os.environ.get("MEGARL_SGLANG_VENV", FOLDER.parents[1] / ".venv-sglang")).absolute() / "bin" / "python"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests here are skipped, with one line, where there is no SGLang."""
+    try:
+        installation(str(PYTHON))
+    except UserMistake as mistake:
+        skip = pytest.mark.skip(reason=f"no SGLang here ({mistake.what}); bash launch/setup_sglang.sh makes it")
+        for item in items:
+            if FOLDER in item.path.parents:
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
 def interpreter() -> str:
     """The python of launch/setup_sglang.sh's environment."""
-    found = str(Path(os.environ.get("MEGARL_SGLANG_VENV", ROOT / ".venv-sglang")).absolute() / "bin" / "python")
-    try:
-        installation(found)
-    except UserMistake as mistake:
-        pytest.skip(f"no SGLang here ({mistake.what}): bash launch/setup_sglang.sh makes {found}")
-    return found
+    return str(PYTHON)
