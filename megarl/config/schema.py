@@ -141,7 +141,7 @@ class RolloutConfig(Section):
     slots: PositiveInt = Field(64, description="embedded engine: sequences decoded together")
     start_attempts: PositiveInt = Field(3, description="starts in a row that an engine may fail before it is given up")
     no_engine_timeout_s: PositiveFloat = Field(
-        60.0, description="a fault if no engine holds the current weights for so long while groups wait")
+        60.0, description="a fault if groups or new weights wait for an engine for so long")
     sglang_python: str = Field("", description="python of SGLang's own environment; empty: this one")
 
 

@@ -26,7 +26,7 @@ _COLUMNS = (
 def versions() -> dict[str, str]:
     """Versions that matter to a run, as strings; "none" for what is not installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("megatron-core", "transformers", "transformer-engine", "sglang"):
+    for package in ("megatron-core", "transformers", "transformer-engine"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

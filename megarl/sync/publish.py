@@ -75,6 +75,7 @@ class WeightPublisher:
         self._chunks, self._hf, self._sync = list(chunks), hf, config.sync
         self._address, self._generation, self._fleet = address, generation, fleet
         self._ranks_per_engine = int(config.sglang.get("tp_size", 1)) if sglang else 1
+        self._patience_s = config.rollout.no_engine_timeout_s
         self._on_cpu = not sglang or device.kind() == "cpu"
         self._is_source = is_source()
         self._turn, self._turns = (parallel_state.get_pipeline_model_parallel_rank(),
@@ -133,12 +134,20 @@ class WeightPublisher:
             self._loop.close()
 
     def _agree_on_engines(self) -> tuple[EngineRecord, ...]:
-        """Trainer 0's view of the fleet, on all trainers."""
-        view = [self._together(lambda: tuple(self._fleet.engines()) if self._fleet is not None else ())]
+        """Trainer 0's view of the fleet, on all trainers; waits for an engine that is starting again."""
+        view = [self._together(self._wait_for_engines)]
         dist.broadcast_object_list(view, src=0)
         if not view[0]:
-            raise MachineFault("no engine is up to publish weights to")
+            raise MachineFault(f"no engine has been up for {self._patience_s:.0f} s to publish weights to")
         return view[0]
+
+    def _wait_for_engines(self) -> tuple[EngineRecord, ...]:
+        if self._fleet is None:
+            return ()
+        deadline = time.monotonic() + self._patience_s
+        while not (found := tuple(self._fleet.engines())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
 
     def _connect(self, engines: tuple[EngineRecord, ...]) -> None:
         """Make each source's group with the engines, one after the other: an engine joins one at a time."""

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -90,7 +91,8 @@ def trainers(layout: Layout, model: Path, **sync: Any) -> tuple[Any, ...]:
     hf = HFConfig.read(model)
     config = config_for(model)
     config = config.model_copy(update={"sync": config.sync.model_copy(update={
-        "bucket_mb": 1, "timeout_s": TIMEOUT_S, "verify": True, **sync})})
+        "bucket_mb": 1, "timeout_s": TIMEOUT_S, "verify": True, **sync}),
+        "rollout": config.rollout.model_copy(update={"no_engine_timeout_s": 3.0})})
     chunks = build_chunks(hf, config, layout)
     load_hf(chunks, model, hf)
     return chunks, hf, config
@@ -167,8 +169,9 @@ def publish_dense(rank: int, model: Path, export: Path, urls: list[str], pid: in
 
     registry.up(None, None)
     fails("nobody", "g:3")
+    threading.Timer(1.0, registry.up, (urls[0], None)).start()  # as an engine that is starting again
+    found["late"] = [engine.id for engine in publisher.publish("g:3").engines]
 
-    registry.up(urls[0], None)
     send = publisher._send
 
     def end_before_sending() -> Any:
@@ -290,7 +293,7 @@ def test_expert_parallel_weights(published):
 
 def test_failures_name_the_engine_on_every_rank_and_nobody_hangs(published):
     for rank, found in enumerate(published["ranks"]):
-        assert "no engine is up" in found["nobody"]
+        assert "no engine has been up for 3 s" in found["nobody"] and found["late"] == ["0.0"]
         first = found["urls"][0]
         assert first in found["refused"] and "between begin_weight_update() and end_weight_up" in found["refused"]
         assert f"{first}: 1 of 39 tensors differ from what was sent: model.norm.weight" in found["wrong"]
