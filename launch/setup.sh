@@ -8,29 +8,10 @@
 set -euo pipefail
 # shellcheck source=launch/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
+# shellcheck source=launch/venv.sh
+source "$root/launch/venv.sh"
 extras="${MEGARL_EXTRAS:-cpu,rewards,dev}"
 log="$venv/megarl-setup.log"
-
-fail() {
-    printf 'error: %s\n' "$1" >&2
-    exit 64
-}
-
-say() {
-    printf '[setup %3d s] %s\n' "$SECONDS" "$1"
-}
-
-make_venv() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            say "making $venv with $("$candidate" --version)"
-            "$candidate" -m venv "$venv" || fail "$candidate -m venv failed; on Debian: apt-get install python3-venv"
-            return
-        fi
-    done
-    fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python3.11 bash launch/setup.sh"
-}
 
 pip_install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1
@@ -47,7 +28,8 @@ install_cpu_torch() {
         say "no CPU build of torch to be had here; taking the plain one"
 }
 
-[ -x "$venv/bin/python" ] || make_venv
+[ -x "$venv/bin/python" ] || make_venv "sys.version_info < (3, 11)" "Python 3.11 or newer" \
+    python3.11 python3.12 python3.13 python3
 stamp="$venv/.megarl-$(cat "$root/setup.py" "$root/megarl/versions.py" - <<<"$extras" | cksum | cut -d ' ' -f 1)"
 if [ ! -f "$stamp" ]; then
     : >"$log"

@@ -11,33 +11,15 @@ venv="${MEGARL_SGLANG_VENV:-$root/.venv-sglang}"
 pins="$root/megarl/rollout/sglang_cpu/requirements.txt"
 log="$venv/megarl-setup.log"
 
-fail() {
-    printf 'error: %s\n' "$1" >&2
-    exit 64
-}
-
-say() {
-    printf '[setup_sglang %3d s] %s\n' "$SECONDS" "$1"
-}
-
-make_venv() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-            say "making $venv with $("$candidate" --version)"
-            "$candidate" -m venv "$venv" || fail "$candidate -m venv failed; on Debian: apt-get install python3-venv"
-            return
-        fi
-    done
-    fail "no Python 3.11 found; install it, or name it: PYTHON=/path/to/python3.11 bash launch/setup_sglang.sh"
-}
+# shellcheck source=launch/venv.sh
+source "$root/launch/venv.sh"
 
 # Without dependencies: sglang's wheel asks for CUDA packages, and torchvision for a torch with CUDA.
 pip_install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps "$@" >>"$log" 2>&1
 }
 
-[ -x "$venv/bin/python" ] || make_venv
+[ -x "$venv/bin/python" ] || make_venv "sys.version_info[:2] != (3, 11)" "Python 3.11" python3.11 python3
 stamp="$venv/.megarl-$(cksum <"$pins" | cut -d ' ' -f 1)"
 if [ ! -f "$stamp" ]; then
     : >"$log"
