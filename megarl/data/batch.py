@@ -29,14 +29,15 @@ class PackedBatch:
         tokens_t, positions_t: int64 [T_local]; the token and its place in its sequence (padding counts on; 0 upwards in
             the tail padding too).
         labels_t: int64 [T_local], the next token of the same sequence; 0 where there is none.
-        mask_t: bool [T_local], True where the label is a response token.
+        mask_t: bool [T_local], True where the label is a response token that is trained on.
         padding_t: bool [T_local], True for padding, of a sequence or of the tail.
         sequence_t: int64 [T_local], which of the pack's sequences; its padding included; `sequences` in the tail.
         cu_seqlens: int32 [entries + 1], where each padded sequence starts in the whole pack, and the end. Tail padding,
             if there is any, is one more entry after the sequences. Always on the host, where attention is laid out.
         max_seqlen: tokens of the longest entry.
         samples: int64 [sequences], the number of each sequence's sample in the experience.
-        per_token: float32 [T_local] each, 0 where mask_t is False.
+        per_token: float32 [T_local] each, 0 where mask_t is False. `lag`: by how many versions the weights that sampled
+            the token are older than those of this experience.
         cp_size, cp_rank: context parallelism.
     """
 
@@ -99,9 +100,11 @@ def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layou
     tokens[real] = samples.tokens[source]
     labels, mask, padding = np.zeros(total, np.int64), np.zeros(total, bool), np.ones(total, bool)
     labels[predicts] = tokens[predicts + 1]
+    flat = ranges(offsets(samples.response_lengths)[rows], response)
+    trained = samples.versions[flat] >= 0
+    answers = answers[trained]
     mask[answers], padding[real] = True, False
 
-    flat = ranges(offsets(samples.response_lengths)[rows], response)
     values = {"engine_logprobs": samples.logprobs, **(per_token or {})}
     responses = {name: _checked(name, value, len(samples.logprobs))[flat] for name, value in values.items()}
     for name, value in (per_sample or {}).items():
@@ -113,7 +116,7 @@ def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layou
 
     def placed(value: np.ndarray) -> torch.Tensor:
         whole = np.zeros(total, np.float32)
-        whole[answers] = value
+        whole[answers] = value[trained]
         return share(whole)
 
     return PackedBatch(

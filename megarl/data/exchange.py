@@ -33,11 +33,11 @@ def gather_table(local: SampleBatch | None, groups: Groups) -> SampleTable:
     rows = np.concatenate([metas[owner, :size] for owner, size in enumerate(sizes)])
     owner = np.repeat(np.arange(len(sizes)), sizes)
     row = np.concatenate([np.arange(size) for size in sizes])
-    order = np.lexsort((rows[:, 1], rows[:, 0]))
+    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
     column = np.ascontiguousarray(rows[order].T)
-    return SampleTable(position=column[0], n=column[1], prompt_tokens=column[2], response_tokens=column[3],
-                       reward=column[4].view(np.float64), truncated=column[5].astype(bool), owner=owner[order],
-                       row=row[order])
+    return SampleTable(position=column[0], n=column[1], part=column[2], prompt_tokens=column[3],
+                       response_tokens=column[4], trained_tokens=column[5], reward=column[6].view(np.float64),
+                       truncated=column[7].astype(bool), owner=owner[order], row=row[order])
 
 
 def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, groups: Groups
@@ -59,7 +59,8 @@ def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, 
     where = device.current()
     wire = (torch.empty(len(numbers), META_COLUMNS, dtype=torch.int64, device=where),
             torch.empty(tokens, dtype=torch.int64, device=where),
-            torch.empty(answers, dtype=torch.float32, device=where))
+            torch.empty(answers, dtype=torch.float32, device=where),
+            torch.empty(answers, dtype=torch.int32, device=where))
     if groups.is_leader:
         outgoing = [local.select(table.row[(table.owner == groups.dp) & (target == to)]).to_wire()
                     for to in range(groups.layout.data)]
@@ -74,6 +75,6 @@ def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, 
 
 def _incoming(table: SampleTable, target: np.ndarray, groups: Groups, part: int) -> list[int]:
     """How many entries of wire tensor `part` arrive here from each leader."""
-    per_sample = (np.ones_like(table.row), table.lengths, table.response_tokens)[part]
+    per_sample = (np.ones_like(table.row), table.lengths, table.response_tokens, table.response_tokens)[part]
     mine = target == groups.dp
     return [int(per_sample[mine & (table.owner == owner)].sum()) for owner in range(groups.layout.data)]

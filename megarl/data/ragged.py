@@ -10,7 +10,7 @@ import torch
 
 from megarl.data.sample import Group
 
-META_COLUMNS = 6  # position, n, prompt tokens, response tokens, reward's bits, truncated
+META_COLUMNS = 8  # position, n, part, prompt tokens, response tokens, trained tokens, reward's bits, truncated
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:
@@ -36,6 +36,9 @@ class SampleBatch:
         logprobs: float32 [sum of response_lengths], the engine's.
         rewards: float64 [N], NaN while unscored.
         truncated: bool [N], cut by the length limit.
+        part: int64 [N], piece of an episode; zeros if not given.
+        versions: int32 [sum of response_lengths], the number of the weights that sampled each response token, -1 for
+            one that is not trained on; zeros if not given.
     """
 
     position: np.ndarray
@@ -46,16 +49,23 @@ class SampleBatch:
     logprobs: np.ndarray
     rewards: np.ndarray
     truncated: np.ndarray
+    part: np.ndarray | None = None
+    versions: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n", "prompt_lengths", "response_lengths", "rewards", "truncated"):
+        if self.part is None:
+            object.__setattr__(self, "part", np.zeros(len(self.position), np.int64))
+        if self.versions is None:
+            object.__setattr__(self, "versions", np.zeros(len(self.logprobs), np.int32))
+        for name in ("n", "part", "prompt_lengths", "response_lengths", "rewards", "truncated"):
             if len(getattr(self, name)) != len(self.position):
                 raise ValueError(f"{name} has {len(getattr(self, name))} rows, position {len(self.position)}")
         if len(self) and (self.prompt_lengths.min() < 1 or self.response_lengths.min() < 0):
             raise ValueError("a prompt needs at least one token, a response at least none")
-        if len(self.tokens) != self.lengths.sum() or len(self.logprobs) != self.response_lengths.sum():
-            raise ValueError(f"{len(self.tokens)} tokens and {len(self.logprobs)} log-probs for lengths that sum to "
-                             f"{self.lengths.sum()} and {self.response_lengths.sum()}")
+        if len(self.tokens) != self.lengths.sum() or not (
+                len(self.logprobs) == len(self.versions) == self.response_lengths.sum()):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} log-probs and {len(self.versions)} "
+                             f"versions for lengths that sum to {self.lengths.sum()} and {self.response_lengths.sum()}")
 
     def __len__(self) -> int:
         return len(self.position)
@@ -64,6 +74,11 @@ class SampleBatch:
     def lengths(self) -> np.ndarray:
         """Prompt plus response, int64 [N]."""
         return self.prompt_lengths + self.response_lengths
+
+    @property
+    def trained_lengths(self) -> np.ndarray:
+        """Response tokens that are trained on, int64 [N]."""
+        return np.diff(offsets(self.versions >= 0)[offsets(self.response_lengths)])
 
     @classmethod
     def from_groups(cls, groups: Sequence[Group]) -> SampleBatch:
@@ -84,7 +99,9 @@ class SampleBatch:
             tokens=flat([part for s in samples for part in (s.prompt.token_ids, s.response_ids)], np.int32),
             logprobs=flat([s.logprobs for s in samples], np.float32),
             rewards=column([np.nan if s.reward is None else s.reward for s in samples], np.float64),
-            truncated=column([s.finish == "length" for s in samples], np.bool_))
+            truncated=column([s.finish == "length" for s in samples], np.bool_),
+            part=column([s.part for s in samples], np.int64),
+            versions=flat([s.token_versions() for s in samples], np.int32))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
         """The samples at `indices`, in that order."""
@@ -92,23 +109,27 @@ class SampleBatch:
         tokens = ranges(offsets(self.lengths)[rows], self.lengths[rows])
         response = ranges(offsets(self.response_lengths)[rows], self.response_lengths[rows])
         return SampleBatch(self.position[rows], self.n[rows], self.prompt_lengths[rows], self.response_lengths[rows],
-                           self.tokens[tokens], self.logprobs[response], self.rewards[rows], self.truncated[rows])
+                           self.tokens[tokens], self.logprobs[response], self.rewards[rows], self.truncated[rows],
+                           self.part[rows], self.versions[response])
 
-    def to_wire(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Plain tensors for a collective: meta int64 [N, META_COLUMNS], tokens int64 [flat], log-probs float32 [flat].
+    def to_wire(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Plain tensors for a collective: meta int64 [N, META_COLUMNS], tokens int64, log-probs float32, versions int32
+        (flat).
 
         Concatenating the tensors of several batches gives the wire of their concatenation. Rewards travel as the bits
         of a float64.
         """
-        meta = np.stack((self.position, self.n, self.prompt_lengths, self.response_lengths,
-                         self.rewards.view(np.int64), self.truncated.astype(np.int64)), axis=1)
+        meta = np.stack((self.position, self.n, self.part, self.prompt_lengths, self.response_lengths,
+                         self.trained_lengths, self.rewards.view(np.int64), self.truncated.astype(np.int64)), axis=1)
         return (torch.from_numpy(meta), torch.from_numpy(self.tokens.astype(np.int64)),
-                torch.from_numpy(self.logprobs.copy()))
+                torch.from_numpy(self.logprobs.copy()), torch.from_numpy(self.versions.copy()))
 
     @classmethod
-    def from_wire(cls, meta: torch.Tensor, ints: torch.Tensor, floats: torch.Tensor) -> SampleBatch:
+    def from_wire(cls, meta: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor,
+                  versions: torch.Tensor) -> SampleBatch:
         """The inverse of `to_wire`; tensors may be on any device."""
         table = np.ascontiguousarray(meta.cpu().numpy().T)
-        return cls(position=table[0], n=table[1], prompt_lengths=table[2], response_lengths=table[3],
-                   tokens=ints.cpu().numpy().astype(np.int32), logprobs=floats.cpu().numpy().astype(np.float32),
-                   rewards=table[4].view(np.float64), truncated=table[5].astype(np.bool_))
+        return cls(position=table[0], n=table[1], part=table[2], prompt_lengths=table[3], response_lengths=table[4],
+                   tokens=tokens.cpu().numpy().astype(np.int32), logprobs=logprobs.cpu().numpy().astype(np.float32),
+                   versions=versions.cpu().numpy().astype(np.int32), rewards=table[6].view(np.float64),
+                   truncated=table[7].astype(np.bool_))

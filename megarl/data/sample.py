@@ -40,13 +40,16 @@ class Sample:
         prompt: what was answered.
         n: number within the group; (prompt.position, n) is unique in a run.
         seed: the sampling seed, a function of (run seed, position, n).
-        response_ids: int32 [tokens], the stop token included when one was sampled.
-        logprobs: float32 [tokens], the engine's, after temperature.
+        response_ids: int32 [tokens], the stop token included when one was sampled. Everything after the prompt: over
+            several turns also what the environment said.
+        logprobs: float32 [tokens], the engine's, after temperature; 0 where the engine did not sample.
         finish: why it ended.
         text: the response decoded, without special tokens.
-        versions: spans (version, start, end) over the response tokens.
+        versions: spans (version, start, end) over the sampled tokens of the response.
         reward: weighted sum of the reward terms, None while unscored.
         reward_terms: each term's value.
+        part: number of this piece of an episode that did not stay one sequence of tokens; pieces share (position, n).
+        trained: bool [tokens], False for tokens that are context only (an environment's); None: all are trained on.
     """
 
     prompt: Prompt
@@ -59,11 +62,30 @@ class Sample:
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     reward: float | None = None
     reward_terms: dict[str, float] = field(default_factory=dict)
+    part: int = 0
+    trained: np.ndarray | None = None
 
     @property
     def length(self) -> int:
         """Prompt plus response, in tokens."""
         return len(self.prompt.token_ids) + len(self.response_ids)
+
+    def token_versions(self) -> np.ndarray:
+        """The number of the weights that made each response token, int32 [tokens]; -1 where it is not trained on.
+
+        0 throughout if the sample has no spans.
+
+        Raises:
+            ValueError: a token that is trained on lies in no span.
+        """
+        made = np.full(len(self.response_ids), -1 if self.versions else 0, np.int32)
+        for version, start, end in self.versions:
+            made[start:end] = version_number(version)
+        trained = np.ones(len(made), bool) if self.trained is None else self.trained
+        if (made[trained] < 0).any():
+            raise ValueError(f"sample {self.n} of prompt {self.prompt.position}: spans {self.versions} leave out "
+                             "tokens that are trained on")
+        return np.where(trained, made, np.int32(-1))
 
 
 @dataclass
@@ -72,6 +94,11 @@ class Group:
 
     prompt: Prompt
     samples: list[Sample]
+
+
+def version_number(version: str) -> int:
+    """The number in a weight version `<generation>:<number>`."""
+    return int(version.rpartition(":")[2])
 
 
 def sample_seed(run_seed: int, position: int, n: int) -> int:

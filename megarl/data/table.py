@@ -18,11 +18,12 @@ from megarl.errors import UserMistake
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Rows in order of (position, n), whoever sampled them.
+    """Rows in order of (position, n, part), whoever sampled them.
 
     Attributes:
-        position, n: int64 [N], identity of each sample.
+        position, n, part: int64 [N], identity of each sample.
         prompt_tokens, response_tokens: int64 [N].
+        trained_tokens: int64 [N], response tokens that are trained on: all but an environment's.
         reward: float64 [N].
         truncated: bool [N], cut by the length limit.
         owner: int64 [N], the dp coordinate of the leader that holds it.
@@ -31,8 +32,10 @@ class SampleTable:
 
     position: np.ndarray
     n: np.ndarray
+    part: np.ndarray
     prompt_tokens: np.ndarray
     response_tokens: np.ndarray
+    trained_tokens: np.ndarray
     reward: np.ndarray
     truncated: np.ndarray
     owner: np.ndarray

@@ -32,7 +32,7 @@ class Minibatch:
         members: numbers of its samples in the experience's table, over all ranks.
         batches: this rank's micro-batches, as many on every rank.
         real_tokens: prompt and response tokens over all ranks.
-        trained_tokens: response tokens over all ranks.
+        trained_tokens: response tokens that are trained on, over all ranks.
         plan: of the packing.
         schedule, bubble: name of the pipeline schedule, and the fraction of time it is expected to wait.
         fractions: per chunk of this rank, [layers, experts]: where the routers sent the minibatch's tokens.
@@ -80,7 +80,7 @@ class Experience:
             pad_token: token id of padding.
         """
         table, layout = taken.table, groups.layout
-        trained = (table.response_tokens > 0) & ~(table.truncated & objective.mask_truncated)
+        trained = (table.trained_tokens > 0) & ~(table.truncated & objective.mask_truncated)
         seed = config.run.seed * 1_000_003 + step
         parts = cut_minibatches(table, config.batch.minibatches, trained, seed)
         arranged = [pace.arrange(plan_minibatch(table, members, layout, config.batch, layout.mirrors), number)
@@ -94,10 +94,11 @@ class Experience:
         minibatches = []
         for members, (schedule, plan, bubble) in zip(parts, arranged, strict=True):
             batches = [build_batch(samples, np.searchsorted(numbers, members[rows]), layout, cp_rank=groups.cp,
-                                   numbers=numbers, pad_token=pad_token).to(device.current())
+                                   numbers=numbers, per_token={"lag": step - samples.versions},
+                                   pad_token=pad_token).to(device.current())
                        for rows in plan.bins[groups.dp]]
             minibatches.append(Minibatch(members, batches, int(table.lengths[members].sum()),
-                                         int(table.response_tokens[members].sum()), plan, schedule, bubble))
+                                         int(table.trained_tokens[members].sum()), plan, schedule, bubble))
         return cls(table, minibatches, config.batch.epochs, objective, layout.pipeline > 1)
 
     def set_advantages(self) -> None:
@@ -110,7 +111,7 @@ class Experience:
         advantages_n = group_advantages(rewards_n, torch.from_numpy(table.group), objective)
         for minibatch in self.minibatches:
             weights_n = torch.zeros(len(table), dtype=torch.float64)
-            lengths = torch.from_numpy(table.response_tokens[minibatch.members])
+            lengths = torch.from_numpy(table.trained_tokens[minibatch.members])
             weights_n[torch.from_numpy(minibatch.members)] = token_weights(lengths, objective)
             for batch in minibatch.batches:
                 batch.per_token["advantages"] = _to_tokens(advantages_n, batch)

@@ -21,7 +21,9 @@ def _groups(count: int) -> list[Group]:
         prompt = Prompt(position, 0, position, "test", np.arange(2 + position % 3, dtype=np.int32) + position)
         samples = [Sample(prompt, n, 0, np.full(1 + (position + n) % 4, 1000 * n + position, np.int32),
                           np.full(1 + (position + n) % 4, -position - n / 8, np.float32),
-                          "length" if n == 1 else "stop", reward=position + n / 4) for n in range(3)]
+                          "length" if n == 1 else "stop", reward=position + n / 4, part=n // 2,
+                          versions=[("g:5", 0, 1), (f"g:{position}", 1, 4)],
+                          trained=np.arange(1 + (position + n) % 4) != 2 * n) for n in range(3)]
         made.append(Group(prompt, samples))
     return made
 
@@ -44,14 +46,18 @@ def _move(rank: int) -> list[str]:
         identity = [(p, n) for p in range(100, 107) for n in range(3)]
         if list(zip(table.position.tolist(), table.n.tolist(), strict=True)) != identity:
             wrong.append(f"{layout}: table {table.position} {table.n}")
+        truth = SampleBatch.from_groups(everything)
+        if table.part.tolist() != truth.part.tolist() or table.trained_tokens.tolist() != [
+                sum(s.trained) for g in everything for s in g.samples]:
+            wrong.append(f"{layout}: parts {table.part}, trained {table.trained_tokens}")
         target = np.array([(3 * i + i // 5) % layout.data for i in range(len(table))])
         target[4] = -1
         samples, numbers = exchange(local, table, target, groups)
         if numbers.tolist() != np.flatnonzero(target == groups.dp).tolist():
             wrong.append(f"{layout}: numbers {numbers}")
-        truth = SampleBatch.from_groups(everything).select(numbers)
+        truth = truth.select(numbers)
         for name in ("position", "n", "prompt_lengths", "response_lengths", "tokens", "logprobs", "rewards",
-                     "truncated"):
+                     "truncated", "part", "versions"):
             if not np.array_equal(getattr(samples, name), getattr(truth, name)):
                 wrong.append(f"{layout}: {name} {getattr(samples, name)}")
         parallel_state.destroy_model_parallel()

@@ -112,6 +112,28 @@ def test_hand_case_in_full():
     assert moved.tokens_t.is_meta and moved.per_token["engine_logprobs"].is_meta and not moved.cu_seqlens.is_meta
 
 
+def test_what_an_environment_said_is_context_only():
+    """Prompt 11, response 12 13 14 15 16 of which the engine sampled 12 and 15 16, with weights 3 and then 4."""
+    groups = experience([(1, 5)])
+    sample = groups[0].samples[0]
+    groups[0].prompt.token_ids[:] = [11]
+    sample.response_ids = np.arange(12, 17)
+    sample.trained = np.array([True, False, False, True, True])
+    sample.versions = [("g:3", 0, 1), ("g:4", 3, 5)]
+    assert sample.token_versions().tolist() == [3, -1, -1, 4, 4]
+    samples = SampleBatch.from_groups(groups)
+    assert samples.trained_lengths.tolist() == [3]
+    batch = build_batch(samples, [0], Layout(world=1), per_token={"lag": 4 - samples.versions})
+    assert batch.labels_t.tolist() == [12, 13, 14, 15, 16, 0]
+    assert batch.mask_t.tolist() == [True, False, False, True, True, False]
+    assert batch.per_token["lag"].tolist() == [1, 0, 0, 0, 0, 0]
+    a, b, c = (sample.logprobs[place] for place in (0, 3, 4))
+    assert batch.per_token["engine_logprobs"].tolist() == [a, 0, 0, b, c, 0]
+    sample.versions = [("g:3", 0, 1), ("g:4", 3, 4)]
+    with pytest.raises(ValueError, match="leave out tokens that are trained on"):
+        sample.token_versions()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: one.describe())
 def test_filler(layout):
     samples = SampleBatch.from_groups([])
@@ -155,8 +177,8 @@ def test_wires_concatenate():
 
 def test_lengths_that_do_not_add_up_are_refused():
     samples = SampleBatch.from_groups(experience([(5, 4)]))
-    meta, ints, floats = samples.to_wire()
+    meta, ints, *others = samples.to_wire()
     with pytest.raises(ValueError, match="8 tokens"):
-        SampleBatch.from_wire(meta, ints[:-1], floats)
+        SampleBatch.from_wire(meta, ints[:-1], *others)
     with pytest.raises(ValueError, match="at least one token"):
         SampleBatch.from_groups(experience([(0, 4)]))
