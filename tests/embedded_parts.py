@@ -19,8 +19,9 @@ TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "LOCAL_RANK": "
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def scheduler_for(path: Path | str, slots: int = 64, text: Any = None, dtype: str = "float32") -> Any:
-    """A scheduler over the checkpoint, version "v0"."""
+def scheduler_for(path: Path | str, slots: int = 64, text: Any = None, dtype: str = "float32",
+                  routing: bool = False) -> Any:
+    """A scheduler over the checkpoint, version "v0"; `routing`: it records experts."""
     import torch
 
     from megarl.model.hf_config import HFConfig
@@ -31,14 +32,15 @@ def scheduler_for(path: Path | str, slots: int = 64, text: Any = None, dtype: st
     hf = HFConfig.read(path)
     weights = Weights(hf, getattr(torch, dtype))
     weights.load_checkpoint(path)
-    return Scheduler(Decoder(weights), slots, hf.eos_ids, text, "v0")
+    return Scheduler(Decoder(weights, routing), slots, hf.eos_ids, text, "v0")
 
 
-def submit(scheduler: Any, body: dict[str, Any], vocab: int = 99, context: int = 2048, text: Any = None) -> Any:
+def submit(scheduler: Any, body: dict[str, Any], vocab: int = 99, context: int = 2048, text: Any = None,
+           routing: bool = False) -> Any:
     """Queue a /generate body; `answer_of` gives its items later."""
     from megarl.rollout.embedded.requests import Limits, parse_generate
 
-    generate = parse_generate({"return_logprob": True, **body}, Limits(vocab, context), text)
+    generate = parse_generate({"return_logprob": True, **body}, Limits(vocab, context, routing), text)
     for group in generate.groups:
         scheduler.submit(group)
     return generate

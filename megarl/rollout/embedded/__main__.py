@@ -35,6 +35,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, help="prompt and response, tokens; default: the model's own")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; small models are fastest with one")
     parser.add_argument("--weight-version", default="default", help="name of the weights in the directory")
+    parser.add_argument("--enable-return-routed-experts", action="store_true",
+                        help="record each token's experts, for requests with return_routed_experts")
     parser.add_argument("--update-timeout", type=float, default=120.0, help="of joining a group and of each broadcast")
     parser.add_argument("--parent-pid", type=int, help="end when the parent is no longer this process")
     arguments = parser.parse_args(argv)
@@ -79,6 +81,8 @@ def main(argv: list[str]) -> None:
         _end_with(arguments.parent_pid)
     bound = _bind(arguments.host, arguments.port)
     hf = HFConfig.read(arguments.model_path)
+    if arguments.enable_return_routed_experts and not hf.experts:
+        raise UserMistake(f"{arguments.model_path} has no experts", "--enable-return-routed-experts", "leave it out")
 
     import torch  # not above: a mistake found so far is told at once
     import uvicorn
@@ -97,8 +101,10 @@ def main(argv: list[str]) -> None:
     weights = Weights(hf, getattr(torch, arguments.dtype))
     weights.load_checkpoint(arguments.model_path)
     eos_ids = set(hf.eos_ids) | ({text.eos_id} if text is not None and text.eos_id is not None else set())
-    limits = Limits(hf.vocab, min(arguments.context_length or hf.max_positions, hf.max_positions))
-    scheduler = Scheduler(Decoder(weights), arguments.slots, tuple(sorted(eos_ids)), text, arguments.weight_version)
+    routing = arguments.enable_return_routed_experts
+    limits = Limits(hf.vocab, min(arguments.context_length or hf.max_positions, hf.max_positions), routing)
+    scheduler = Scheduler(Decoder(weights, routing), arguments.slots, tuple(sorted(eos_ids)), text,
+                          arguments.weight_version)
     engine = Engine(scheduler, WeightUpdater(weights, arguments.update_timeout))
     engine.start()
     app = Server(engine, weights, limits, text, arguments.model_path).app()

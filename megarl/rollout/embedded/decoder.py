@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from megarl.model.hf_config import HFConfig
-from megarl.rollout.embedded.cache import ALIGN, SlotCache, aligned
+from megarl.rollout.embedded.cache import ALIGN, Computed, SlotCache, aligned
 from megarl.rollout.embedded.weights import LayerWeights, Weights
 
 KEYS_PER_SUM = 512  # MKL adds longer sums in pieces whose size depends on the length
@@ -81,10 +81,13 @@ def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
 
 
 class Decoder:
-    """Runs the model of `weights`. All methods run under torch.inference_mode."""
+    """Runs the model of `weights`. All methods run under torch.inference_mode.
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights, self.hf = weights, weights.hf
+    `routing`: record each token's experts beside its keys and values.
+    """
+
+    def __init__(self, weights: Weights, routing: bool = False) -> None:
+        self.weights, self.hf, self.routing = weights, weights.hf, routing
         self._tables = Tables(self.hf, weights.dtype)
         self._eps = torch.tensor(self.hf.norm_eps)
         per_key = self.hf.heads // self.hf.kv_heads * self.hf.head_dim
@@ -93,32 +96,44 @@ class Decoder:
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache for `slots` sequences (rounded up to whole rows)."""
         hf = self.hf
-        return SlotCache(hf.layers, aligned(slots), hf.kv_heads, hf.head_dim, self.weights.dtype)
+        return SlotCache(hf.layers, aligned(slots), hf.kv_heads, hf.head_dim, self.weights.dtype,
+                         hf.top_k if self.routing else 0)
 
     @torch.inference_mode()
-    def prefill(self, tokens_t: torch.Tensor, parts: list[Prompts]) -> torch.Tensor:
-        """Keys and values of prompts.
+    def prefill(self, tokens_t: torch.Tensor, parts: list[Prompts]) -> Computed:
+        """Keys and values of prompts, and where they are routed.
 
         Args:
             tokens_t: int64 [T], prompts one after the other, each padded at its end to its part's length.
             parts: cover the T tokens.
         Returns:
-            [layers, 2, kv_heads, T, head_dim]. No logits: the last token of a prompt is left to the decode step.
+            What was computed of the T tokens. No logits: the last token of a prompt is left to the decode step.
         """
         hf, heads = self.hf, self.hf.heads
         positions_t = torch.cat([torch.arange(part.length).repeat(part.count) for part in parts])
         self._tables.reserve(max(part.length for part in parts))
         cos, sin = self._tables.rotary(positions_t)
         kv = torch.empty(hf.layers, 2, hf.kv_heads, len(tokens_t), hf.head_dim, dtype=self.weights.dtype)
+        routed_tlk = self._no_routing(len(tokens_t))
         hidden_th = self.weights.embedding_vh[tokens_t]
         for number, layer in enumerate(self.weights.layers):
             qkv_tnd = self._qkv(layer, hidden_th, cos, sin)
             torch.stack(qkv_tnd[:, heads:].transpose(0, 1).split(hf.kv_heads), out=kv[number])
-            if number + 1 == hf.layers:
+            last = number + 1 == hf.layers
+            if last and routed_tlk is None:
                 break  # nobody reads the last hidden states
             mixed = torch.cat([self._attend_prompts(qkv_tnd, part) for part in parts])
-            hidden_th = self._mlp(layer, torch.addmm(hidden_th, mixed, layer.o_oh), not hf.experts)
-        return kv
+            hidden_th = torch.addmm(hidden_th, mixed, layer.o_oh)
+            chosen = None if routed_tlk is None else routed_tlk[:, number]
+            if last:
+                chosen.copy_(self._route(layer, self._norm(hidden_th, layer.norm2_h))[1])
+            else:
+                hidden_th = self._mlp(layer, hidden_th, not hf.experts, chosen)
+        return Computed(kv, routed_tlk)
+
+    def _no_routing(self, tokens: int) -> torch.Tensor | None:
+        """Room for the experts of so many tokens, int16 [tokens, layers, k]; None if they are not recorded."""
+        return torch.zeros(tokens, self.hf.layers, self.hf.top_k, dtype=torch.int16) if self.routing else None
 
     def _attend_prompts(self, qkv_tnd: torch.Tensor, part: Prompts) -> torch.Tensor:
         """Causal attention inside each prompt of a part; [rows, heads * head_dim]."""
@@ -152,14 +167,19 @@ class Decoder:
         lanes = rows * hf.kv_heads
         whole = cache.all.view(hf.layers, -1, hf.head_dim)
         keys, values = cache.all.flatten(2, 3)[:, :, :lanes, :length].unbind(1)
+        routed_rlk = self._no_routing(rows)
+        routed = [None] * hf.layers if routed_rlk is None else routed_rlk.unbind(1)
         hidden_rh = self.weights.embedding_vh[tokens_r]
-        for layer, cached, keys_kdt, values_ktd in zip(self.weights.layers, whole.unbind(), keys.mT.unbind(),
-                                                       values.unbind(), strict=True):
+        for layer, cached, keys_kdt, values_ktd, chosen in zip(self.weights.layers, whole.unbind(), keys.mT.unbind(),
+                                                               values.unbind(), routed, strict=True):
             qkv_rnd = self._qkv(layer, hidden_rh, cos, sin)
             cached.index_put_((place_rn,), qkv_rnd[:, hf.heads:])
             q_kgd = qkv_rnd[:, :hf.heads].reshape(lanes, hf.heads // hf.kv_heads, hf.head_dim)
             mixed_rq = self._attend_slots(q_kgd, keys_kdt, values_ktd, bias).view(rows, -1)
-            hidden_rh = self._mlp(layer, torch.addmm(hidden_rh, mixed_rq, layer.o_oh), self.weights.fused_experts)
+            hidden_rh = self._mlp(layer, torch.addmm(hidden_rh, mixed_rq, layer.o_oh), self.weights.fused_experts,
+                                  chosen)
+        if routed_rlk is not None:
+            cache.routed[torch.arange(rows), positions_r] = routed_rlk
         return functional.linear(self._norm(hidden_rh, self.weights.norm_h), self.weights.head_vh).float()
 
     def _attend_slots(self, q_kgd: torch.Tensor, keys_kdt: torch.Tensor, values_ktd: torch.Tensor,
@@ -190,21 +210,27 @@ class Decoder:
         scale = torch.addcmul(self._eps, size, size, value=1.0 / hidden.shape[-1]).rsqrt_()
         return (exact * scale).to(hidden.dtype) * weight
 
-    def _mlp(self, layer: LayerWeights, hidden_th: torch.Tensor, fused: bool) -> torch.Tensor:
-        """hidden + MLP(norm(hidden)). `fused` must not depend on the number of rows."""
+    def _mlp(self, layer: LayerWeights, hidden_th: torch.Tensor, fused: bool,
+             routed_tk: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden + MLP(norm(hidden)). `fused` must not depend on the number of rows; experts go to `routed_tk`."""
         normed = self._norm(hidden_th, layer.norm2_h)
         if layer.router_eh is None:
             return self._fused(layer, hidden_th, normed, None)
-        logits_te = functional.linear(normed, layer.router_eh).float()
-        if self.hf.norm_topk:
-            share_tk, chosen_tk = logits_te.topk(self.hf.top_k, -1)
-            share_tk = share_tk.softmax(-1)  # equals the whole softmax, its top k divided by their sum
-        else:
-            share_tk, chosen_tk = logits_te.softmax(-1).topk(self.hf.top_k, -1)
+        share_tk, chosen_tk = self._route(layer, normed)
+        if routed_tk is not None:
+            routed_tk.copy_(chosen_tk)
         if not fused:
             return self._sorted(layer, hidden_th, normed, share_tk.to(hidden_th.dtype), chosen_tk)
-        share_te = torch.zeros_like(logits_te).scatter_(1, chosen_tk, share_tk)
+        share_te = share_tk.new_zeros(len(share_tk), self.hf.experts).scatter_(1, chosen_tk, share_tk)
         return self._fused(layer, hidden_th, normed, share_te.to(hidden_th.dtype))
+
+    def _route(self, layer: LayerWeights, normed_th: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each token's weights (float32) and experts, [T, k]."""
+        logits_te = functional.linear(normed_th, layer.router_eh).float()
+        if self.hf.norm_topk:
+            share_tk, chosen_tk = logits_te.topk(self.hf.top_k, -1)
+            return share_tk.softmax(-1), chosen_tk  # equals the whole softmax, its top k divided by their sum
+        return logits_te.softmax(-1).topk(self.hf.top_k, -1)
 
     def _fused(self, layer: LayerWeights, hidden_th: torch.Tensor, normed_th: torch.Tensor,
                share_te: torch.Tensor | None) -> torch.Tensor:

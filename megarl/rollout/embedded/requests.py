@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class Sequence:
         spans: (weight version, start, end) over the output tokens.
         version: of the weights when it finished.
         cached_tokens: prompt tokens that were computed for another sample of the group.
+        routed: int16 [tokens, layers, k], experts of the tokens from `group.routed_from` to the last but one; None if
+            they were not asked for, or if the sequence was aborted while its keys and values were gone.
         finish: SGLang's finish_reason, None while unfinished.
     """
 
@@ -57,6 +60,7 @@ class Sequence:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     version: str = ""
     cached_tokens: int = 0
+    routed: np.ndarray | None = None
     retractions: int = 0
     finish: dict[str, Any] | None = None
 
@@ -73,12 +77,15 @@ class Group:
 
     Attributes:
         prompt_ids: int64 [tokens], at least one.
-        prefix: keys and values of the prompt but its last token, while samples wait that will need them.
+        prefix: what was computed (`cache.Computed`) of the prompt but its last token, while samples wait that will
+            need it.
         on_done: called with the group once all samples are finished, on the engine's thread.
+        routed_from: first token whose experts are returned; None: no experts.
     """
 
     prompt_ids: np.ndarray
     params: Params
+    routed_from: int | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prefix: Any = None
     unfinished: int = 0
@@ -87,10 +94,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Limits:
-    """What this engine can serve: token ids below `vocab`, prompt and response together at most `context` tokens."""
+    """What this engine can serve: token ids below `vocab`, prompt and response together at most `context` tokens.
+
+    `routing`: it records experts.
+    """
 
     vocab: int
     context: int
+    routing: bool = False
 
 
 # Sampling parameters of SGLang that this engine has only at their neutral value.
@@ -100,8 +111,8 @@ _NEUTRAL: dict[str, tuple] = {
     "json_schema": (None,), "ebnf": (None,), "structural_tag": (None,), "logit_bias": (None,),
     "custom_params": (None,), "stream_interval": (None,)}
 # Fields of the body that would change the answer and that this engine does not have.
-_ABSENT = ("stream", "top_logprobs_num", "token_ids_logprob", "return_hidden_states", "return_routed_experts",
-           "return_sampling_mask", "return_text_in_logprobs", "input_embeds", "image_data", "video_data", "audio_data",
+_ABSENT = ("stream", "top_logprobs_num", "token_ids_logprob", "return_hidden_states", "return_sampling_mask",
+           "return_indexer_topk", "return_text_in_logprobs", "input_embeds", "image_data", "video_data", "audio_data",
            "lora_path", "session_params", "custom_logit_processor")
 
 
@@ -133,7 +144,7 @@ def parse_generate(body: Any, limits: Limits, text: Text | None) -> Generate:
     params = [_params(item, text) for item in _per_prompt(body.get("sampling_params") or {}, len(prompts))]
     if len({item.n for item in params}) > 1:
         raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
-    groups = [_group(ids, item, rid, limits) for ids, item, rid in
+    groups = [_group(ids, item, rid, limits, _routed_from(body, len(ids), limits)) for ids, item, rid in
               zip(prompts, params, _rids(body.get("rid"), len(prompts)), strict=True)]
     return Generate(groups, single=not many and params[0].n == 1, return_logprob=bool(body.get("return_logprob")))
 
@@ -236,14 +247,26 @@ def _check(params: Params) -> None:
              f"top_k must be -1 (disable) or at least 1, got {params.top_k!r}.")
 
 
-def _group(prompt_ids: np.ndarray, params: Params, rid: str, limits: Limits) -> Group:
+def _routed_from(body: dict, tokens: int, limits: Limits) -> int | None:
+    """Where the experts that a prompt of so many tokens asks for begin; None for no experts."""
+    asked, start = body.get("return_routed_experts") or False, body.get("routed_experts_start_len") or 0
+    _require(asked in (True, False), f"return_routed_experts must be true or false, got {asked!r}")
+    if not asked:
+        return None
+    _require(limits.routing, "return_routed_experts needs an engine started with --enable-return-routed-experts")
+    _require(type(start) is int and 0 <= start <= tokens,
+             f"routed_experts_start_len must be in [0, {tokens}], the prompt's tokens, got {start!r}")
+    return start
+
+
+def _group(prompt_ids: np.ndarray, params: Params, rid: str, limits: Limits, routed_from: int | None) -> Group:
     total = len(prompt_ids) + params.max_new_tokens
     if total > limits.context:
         raise BadRequest(
             f"Requested token count exceeds the model's maximum context length of {limits.context} tokens. You "
             f"requested a total of {total} tokens: {len(prompt_ids)} tokens from the input messages and "
             f"{params.max_new_tokens} tokens for the completion.")
-    group = Group(prompt_ids, params, unfinished=params.n)
+    group = Group(prompt_ids, params, routed_from, unfinished=params.n)
     group.sequences = [Sequence(rid if params.n == 1 else f"{rid}_{number}", group, seed)
                        for number, seed in enumerate(params.seeds)]
     return group
@@ -266,6 +289,8 @@ def _item(sequence: Sequence, text: Text | None, return_logprob: bool) -> dict[s
                             for version, start, end in sequence.spans],
         "num_retractions": sequence.retractions, "completion_tokens": len(ids),
         "cached_tokens": sequence.cached_tokens}
+    if sequence.routed is not None:
+        meta["routed_experts"] = base64.b64encode(sequence.routed.astype("<i4").tobytes()).decode("ascii")
     if return_logprob:
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [

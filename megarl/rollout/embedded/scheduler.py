@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megarl.rollout.embedded.cache import aligned
+from megarl.rollout.embedded.cache import Computed, aligned
 from megarl.rollout.embedded.decoder import Decoder, Prompts
 from megarl.rollout.embedded.requests import Group, Sequence
 from megarl.rollout.embedded.sampler import sample, uniforms
@@ -67,7 +67,7 @@ class Scheduler:
             self._finish(sequence, ABORTED)
         for slot in self._table.live().tolist():
             if wanted(self._table.sequences[slot]):
-                self._finish(self._table.empty(slot), ABORTED)
+                self._leave(slot, ABORTED)
 
     def retract(self) -> None:
         """Put all running sequences back at the head of the queue; their keys and values will be computed anew."""
@@ -141,13 +141,21 @@ class Scheduler:
                 finish = {"type": "stop", "matched": words[slot]}
             else:
                 finish = {"type": "length", "length": int(table.limits[slot])}
-            self._finish(table.empty(slot), finish)
+            self._leave(slot, finish)
             if not finite[at]:
                 self._cache.clear(slot)  # a masked NaN would still reach the slot's next sequence
 
     def _stop_string(self, slot: int) -> str | None:
         table = self._table
         return self._text.find_stop(table.out_ids[slot, :table.counts[slot]], table.sequences[slot].group.params.stop)
+
+    def _leave(self, slot: int, finish: dict) -> None:
+        """Finish the sequence in a slot."""
+        sequence = self._table.empty(slot)
+        start, tokens = sequence.group.routed_from, len(sequence.group.prompt_ids) + len(sequence.output_ids)
+        if start is not None:  # the newest token has not been computed
+            sequence.routed = self._cache.experts(slot, start, max(start, tokens - 1))
+        self._finish(sequence, finish)
 
     def _finish(self, sequence: Sequence, finish: dict) -> None:
         sequence.finish, sequence.version = finish, self.version
@@ -207,9 +215,9 @@ class Scheduler:
             else:
                 parts.append(Prompts(int(start), 1, length))
             self.prefilled_tokens += len(tokens)
-        kv = self._decoder.prefill(torch.from_numpy(packed), parts)
+        computed = self._decoder.prefill(torch.from_numpy(packed), parts)
         for (tokens, members), start in zip(todo, starts, strict=False):
-            prefix = kv[:, :, :, start:start + len(tokens)]
+            prefix = computed.cut(start, start + len(tokens))
             self._place(members, prefix)
             first, *others = (sequence for _, sequence in members)
             for sequence in others:
@@ -217,8 +225,8 @@ class Scheduler:
             if self._waiting and self._waiting[0].group is first.group and not len(self._waiting[0].output_ids):
                 first.group.prefix = prefix.clone()
 
-    def _place(self, members: list[tuple[int, Sequence]], prefix: torch.Tensor) -> None:
-        tokens = prefix.shape[3]
+    def _place(self, members: list[tuple[int, Sequence]], prefix: Computed) -> None:
+        tokens = len(prefix)
         self._cache.reserve(tokens + 1)
         self._cache.place([slot for slot, _ in members], prefix)
         group = members[0][1].group
