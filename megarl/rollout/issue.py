@@ -1,4 +1,4 @@
-"""One group from the fleet: choose an engine, ask, check the answer, ask another one if it failed."""
+"""One request to the fleet: choose an engine, ask, check the answer, ask another one if it failed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 import numpy as np
@@ -15,8 +15,9 @@ import numpy as np
 from megarl.config.schema import Config
 from megarl.data.sample import Group, Prompt, Sample
 from megarl.errors import MachineFault, UserMistake
+from megarl.rollout.balance import Balancer
 from megarl.rollout.client import EngineClient, EngineFailed, EngineLost, EngineRefused, EngineTimeout, backoff_s
-from megarl.rollout.fleet import Balancer, EngineRecord, Fleet
+from megarl.rollout.fleet import EngineRecord, Fleet
 from megarl.rollout.protocol import (
     BadAnswer,
     Completion,
@@ -51,11 +52,13 @@ class Work:
         sampling: parameters of the request, `n` included.
         expected: which weights may answer; None accepts any.
         counts: additive counters of this leader, filled while the work goes on.
+        resumes: an answer that the engine aborted is taken as a beginning, and continued by a further request.
     """
 
     sampling: Sampling
     expected: Expected | None
     counts: Counter[str]
+    resumes: bool = False
 
 
 class Issuer:
@@ -84,9 +87,58 @@ class Issuer:
         """All samples of `prompt`, or None if every attempt failed (counted under `dropped`).
 
         Raises:
+            UserMistake, MachineFault: as `complete` does.
+        """
+        completions = await self.complete(prompt.token_ids, seeds, work, f"p{prompt.position}")
+        if completions is None:
+            work.counts["dropped"] += 1
+            return None
+        return self._build(prompt, seeds, completions, work.counts)
+
+    async def complete(self, input_ids: np.ndarray, seeds: Sequence[int], work: Work, name: str
+                       ) -> list[Completion] | None:
+        """`work.sampling.n` completions of `input_ids`, or None if every attempt failed.
+
+        Args:
+            input_ids: int32 [tokens].
+            seeds: one per completion.
+            work: sampling parameters and what may answer.
+            name: of the request, in its id and in messages.
+
+        Raises:
             UserMistake: an engine refuses the request itself (too long for its context, say).
             MachineFault: no engine with current weights for `rollout.no_engine_timeout_s`.
         """
+        for _ in range(self._rollout.retries + 1):
+            begun = await self._attempts(input_ids, seeds, work, name)
+            if begun is None or any(len(completion.response_ids) or not _aborted(completion) for completion in begun):
+                break  # else all waited in the engine's queue: the group is still whole
+        if begun is None or not any(_aborted(completion) for completion in begun):
+            return begun
+        whole = await asyncio.gather(*[self._resumed(input_ids, seed, completion, work, f"{name}/{number}")
+                                       for number, (seed, completion) in enumerate(zip(seeds, begun, strict=True))])
+        return None if any(completion is None for completion in whole) else whole
+
+    async def _resumed(self, input_ids: np.ndarray, seed: int, begun: Completion, work: Work, name: str
+                       ) -> Completion | None:
+        """The completion that goes on from `begun`, over as many aborts as come; itself if it is whole.
+
+        None if it cannot be had, or is aborted again and again before its next token.
+        """
+        idle = 0
+        while _aborted(begun):
+            work.counts["resumed"] += 1
+            left = work.sampling.max_new_tokens - len(begun.response_ids)
+            more = await self._attempts(np.concatenate((input_ids, begun.response_ids)), [seed], replace(
+                work, sampling=replace(work.sampling, n=1, max_new_tokens=left)), name)
+            idle = 0 if more and len(more[0].response_ids) else idle + 1
+            if more is None or idle > self._rollout.retries:
+                return None
+            begun = begun.then(more[0])
+        return begun
+
+    async def _attempts(self, input_ids: np.ndarray, seeds: Sequence[int], work: Work, name: str
+                        ) -> list[Completion] | None:
         avoid: set[tuple[str, int]] = set()
         for attempt in range(self._rollout.retries + 1):
             if attempt:
@@ -95,22 +147,20 @@ class Issuer:
             engine = await self._engine(avoid, fresh=attempt > 0)
             begun = time.monotonic()
             try:
-                completions = await self._ask(engine, prompt, seeds, work)
+                completions = await self._ask(engine, input_ids, seeds, work, name)
             except EngineRefused as error:
-                raise UserMistake(f"an engine refuses the prompt at position {prompt.position}: {error}", "rollout",
+                raise UserMistake(f"an engine refuses the request {name}: {error}", "rollout",
                                   "prompt and response must fit the model's context") from error
             except CURABLE as error:
                 work.counts[f"failed/{error.reason}"] += 1
-                log.warning("prompt %d, attempt %d of %d: %s", prompt.position, attempt + 1,
-                            self._rollout.retries + 1, error)
+                log.warning("request %s, attempt %d of %d: %s", name, attempt + 1, self._rollout.retries + 1, error)
                 avoid.add(engine.key)
                 continue
             finally:
                 self._balancer.give_back(engine)
             work.counts["request_seconds"] += time.monotonic() - begun
             work.counts[f"engine/{engine.id}"] += 1
-            return self._build(prompt, seeds, completions, work.counts)
-        work.counts["dropped"] += 1
+            return completions
         return None
 
     async def close(self) -> None:
@@ -135,11 +185,12 @@ class Issuer:
                                    f"s: {self._fleet.describe_missing(engines)}")
             await asyncio.sleep(REGISTRY_AGE_S)
 
-    async def _ask(self, engine: EngineRecord, prompt: Prompt, seeds: Sequence[int], work: Work) -> list[Completion]:
+    async def _ask(self, engine: EngineRecord, input_ids: np.ndarray, seeds: Sequence[int], work: Work, name: str
+                   ) -> list[Completion]:
         """One attempt; a request that may still be running when it ends is aborted in the background."""
         self._serial += 1
-        request = GenerateRequest(f"{self._rid_prefix}/{self._serial}/p{prompt.position}/", prompt.token_ids,
-                                  work.sampling, tuple(seeds) if self._seeded else None)
+        request = GenerateRequest(f"{self._rid_prefix}/{self._serial}/{name}/", input_ids, work.sampling,
+                                  tuple(seeds) if self._seeded else None)
         client = EngineClient(engine.url, self._session, request_timeout_s=self._rollout.request_timeout_s)
         try:
             completions = await client.generate(request, vocab_size=self._vocab_size, expected=work.expected)
@@ -148,7 +199,7 @@ class Issuer:
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
             raise
-        if any(completion.finish == "abort" for completion in completions):
+        if not work.resumes and any(_aborted(completion) for completion in completions):
             raise Aborted(f"{engine.url} aborted {request.rid}")
         return completions
 
@@ -170,3 +221,7 @@ class Issuer:
         counts["response_tokens"] += int(np.sum([len(done.response_ids) for done in completions]))
         counts["truncated"] += sum(done.finish == "length" for done in completions)
         return Group(prompt, samples)
+
+
+def _aborted(completion: Completion) -> bool:
+    return completion.finish == "abort"

@@ -144,6 +144,13 @@ class Completion:
     versions: list[tuple[str, int, int]]
     cached_tokens: int
 
+    def then(self, more: Completion) -> Completion:
+        """This beginning and its continuation, which was asked for with all of this as its prompt."""
+        place = len(self.response_ids)
+        spans = self.versions + [(version, place + start, place + end) for version, start, end in more.versions]
+        return Completion(np.concatenate((self.response_ids, more.response_ids)),
+                          np.concatenate((self.logprobs, more.logprobs)), more.finish, spans, self.cached_tokens)
+
 
 def parse_generate(answer: Any, request: GenerateRequest, vocab_size: int) -> list[Completion]:
     """The `n` completions of a /generate answer, in order.

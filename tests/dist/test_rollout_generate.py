@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +16,9 @@ from megarl.config.schema import SamplingConfig
 from megarl.data.sample import sample_seed
 from megarl.errors import MachineFault, UserMistake
 from megarl.rollout import lease
+from megarl.rollout.balance import Balancer, Load
 from megarl.rollout.client import EngineBusy, EngineClient, EngineFailed, EngineLost, EngineRefused, EngineTimeout
-from megarl.rollout.fleet import Balancer, EngineRecord
+from megarl.rollout.fleet import EngineRecord
 from megarl.rollout.protocol import BadAnswer, GenerateRequest, Sampling, format_version
 from megarl.rollout.records import write_rollouts
 
@@ -194,7 +196,7 @@ def test_a_refused_request_ends_the_run():
     engine = ScriptedEngine(delay_s=0.05)
     engine.order("400", first_token=1)
     with Stage([engine]) as stage:
-        with pytest.raises(UserMistake, match="refuses the prompt at position 1: .*status 400.*ordered 400"):
+        with pytest.raises(UserMistake, match="refuses the request p1: .*status 400.*ordered 400"):
             stage.collect(0, 0, 4)
         assert len(engine.requests) == 4
 
@@ -365,6 +367,46 @@ def test_balancer_takes_the_least_loaded_and_spreads_ties():
     assert balancer.take(engines, {engines[0].key, engines[1].key}) == engines[2]
     assert balancer.take(engines[:1], {engines[0].key}) == engines[0]  # no other one
     assert len({Balancer(turn).take(engines, set()).id for turn in range(3)}) == 3
+
+
+def test_balancer_goes_by_the_published_load_and_what_it_sent_since():
+    def engines(*loads):  # (reading, running, waiting)
+        return [EngineRecord(f"0.{number}", 1, "", "up", load=Load(*load)) for number, load in enumerate(loads)]
+
+    fleet, balancer = engines((1, 30, 10), (1, 20, 0)), Balancer()
+    taken = [balancer.take(fleet, set(), sequences=8).id for _ in range(4)]
+    assert taken == ["0.1", "0.1", "0.1", "0.0"]  # 20, 28, 36, 44 against 40
+    for _ in range(3):  # gone before the next reading: not counted twice
+        balancer.give_back(fleet[1], sequences=8)
+    assert [balancer.load(engine) for engine in fleet] == [48, 20]
+    fleet = engines((2, 0, 0), (2, 20, 5))  # the first is through with everything
+    assert balancer.take(fleet, set(), sequences=8).id == "0.0"
+    assert [balancer.load(engine) for engine in fleet] == [16, 25]  # never below what this leader has there
+    two = Balancer(leaders=2)  # the other leader is expected to do the same
+    assert [two.take(engines((1, 20, 0), (1, 0, 0)), set(), sequences=8).id for _ in range(3)] == ["0.1", "0.1", "0.0"]
+
+
+def test_an_affinity_keeps_its_engine_while_that_lives():
+    engines = [EngineRecord(f"0.{number}", 1, "", "up") for number in range(3)]
+    balancer = Balancer()
+    first = balancer.take(engines, set(), "talk")
+    assert {balancer.take(engines, set(), "talk") for _ in range(5)} == {first}
+    assert {balancer.take(engines, set(), None).id for _ in range(2)} == {record.id for record in engines} - {first.id}
+    other = balancer.take(engines, {first.key}, "talk")
+    assert other != first and balancer.take(engines, set(), "talk") == other  # where its prefix is now
+    restarted = [replace(record, incarnation=2) for record in engines]
+    assert balancer.take(restarted, set(), "talk").incarnation == 2
+    balancer.forget("talk")
+    assert not balancer._homes
+
+
+def test_loads_reach_the_leaders_and_stay_with_their_process():
+    with Stage([ScriptedEngine(), ScriptedEngine()]) as stage:
+        stage.registrars[0].write_load(stage.records[0], Load(4, 2, 3))
+        assert [record.load for record in stage.fleet.records()] == [Load(4, 2, 3), None]
+        assert stage.fleet.records()[0] == stage.records[0]  # a load does not make it another engine
+        stage.registrars[0].write(replace(stage.records[0], incarnation=2))
+        assert [record.load for record in stage.fleet.records()] == [None, None]
 
 
 def test_records_are_written_whole(tmp_path):
