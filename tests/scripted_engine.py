@@ -136,6 +136,10 @@ class ScriptedEngine:
         """GET /model_info."""
         return web.json_response({"model_path": "scripted", "weight_version": self.version})
 
+    async def loads(self, request: web.Request) -> web.Response:
+        """GET /v1/loads."""
+        return web.json_response({"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0}]})
+
     async def stats(self, request: web.Request) -> web.Response:
         """GET /stats: what happened, and the environment."""
         return web.json_response({"requests": len(self.requests), "pid": os.getpid(), "env": dict(os.environ)})
@@ -147,7 +151,7 @@ class ScriptedEngine:
             web.post("/generate", self.generate), web.post("/abort_request", self.abort),
             web.post("/fault", self.fault), web.post("/update_weight_version", self.set_version),
             web.get("/model_info", self.model_info), web.get("/stats", self.stats),
-            web.get("/health", self.health)])
+            web.get("/health", self.health), web.get("/v1/loads", self.loads)])
         return app
 
 

@@ -160,6 +160,16 @@ class EngineClient:
         """Which model and weight version the engine serves."""
         return ModelInfo.from_json(await self._retrying("GET", "/model_info", None, self._control_timeout_s))
 
+    async def load(self) -> tuple[int, int]:
+        """How many sequences the engine is running, and how many wait in its queue."""
+        answer = await self._once("GET", "/v1/loads?include=core", None, self._control_timeout_s)
+        try:
+            parts = answer["loads"]  # one for each data-parallel rank of its attention
+            return (sum(int(part["num_running_reqs"]) for part in parts),
+                    sum(int(part["num_waiting_reqs"]) for part in parts))
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadAnswer(f"{self.url}/v1/loads has another form: {str(answer)[:200]}") from error
+
     async def health(self, *, timeout_s: float | None = None) -> None:
         """Returns if the engine answers with 200; one try."""
         await self._once("GET", "/health", None, timeout_s or self._control_timeout_s)

@@ -4,23 +4,24 @@ Supervisors write one record per engine and move one lease counter each. The tra
 which engines took them (`mark_synced`): only those may generate. An engine that was restarted since has a new
 incarnation, is not on that list, and so gets no request until a publish has reached it.
 
-Keys, all under "fleet/": engine/<id>, lease/<rollout rank>, synced, condemned/<id>, trainers (lease), stop.
+Keys, all under "fleet/": engine/<id>, load/<id>, lease/<rollout rank>, synced, condemned/<id>, trainers (lease), stop.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from torch.distributed import PrefixStore, Store
 
 from megarl.errors import EXIT_MISTAKE, MachineFault, UserMistake
+from megarl.rollout.balance import Balancer, Load
 from megarl.rollout.lease import Heartbeat, LeaseWatch, read_counter
 
+__all__ = ["Balancer", "EngineRecord", "Fleet", "Registrar"]
 TRAINERS_LEASE = "trainers"
 POLL_S = 0.2
 
@@ -37,6 +38,7 @@ class EngineRecord:
             again), failed (given up), stopped.
         detail: why it is down or failed.
         status: of a failed one: megarl's exit status for it (64 for a user's mistake).
+        load: what it had to do when its supervisor last asked; None if it was not asked yet.
     """
 
     id: str
@@ -45,11 +47,16 @@ class EngineRecord:
     state: Literal["starting", "up", "down", "failed", "stopped"] = "starting"
     detail: str = ""
     status: int = 0
+    load: Load | None = field(default=None, compare=False)
 
     @property
     def key(self) -> tuple[str, int]:
         """What weights and requests belong to: this process of this engine."""
         return self.id, self.incarnation
+
+    def to_json(self) -> str:
+        """As it stands in the registry: without the load, which has a key of its own."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "load"})
 
     def describe(self) -> str:
         """`engine 0.1: down (ended with -9)`."""
@@ -90,15 +97,18 @@ class Fleet:
         self._ids = engine_ids(rollouts, engines_per_rank)
         self._lease_timeout_s = lease_timeout_s
         self._leases = {str(rank): LeaseWatch() for rank in range(rollouts)}
+        self._read = _Reader(self._store)
         self._read_at, self._records = float("-inf"), []
 
     def records(self, max_age_s: float = 0.0) -> list[EngineRecord]:
         """All engines that have a record; read again if the last reading is older than `max_age_s`."""
         if time.monotonic() - self._read_at > max_age_s:
-            found = [self._store.get(f"engine/{name}") for name in self._ids if self._store.check([f"engine/{name}"])]
-            self._records = [EngineRecord(**json.loads(text)) for text in found]
+            found = self._read([f"{kind}/{name}" for name in self._ids for kind in ("engine", "load")]
+                               + [f"lease/{rank}" for rank in self._leases])
+            self._records = [_record(found[f"engine/{name}"], found.get(f"load/{name}")) for name in self._ids
+                             if f"engine/{name}" in found]
             for rank, lease in self._leases.items():
-                lease.observe(read_counter(self._store, f"lease/{rank}"))
+                lease.observe(int(found.get(f"lease/{rank}", 0)))
             self._read_at = time.monotonic()
         return self._records
 
@@ -110,9 +120,8 @@ class Fleet:
     def synced_engines(self, max_age_s: float = 0.0) -> list[EngineRecord]:
         """Those of `engines` that took the last published weights and still are the same process."""
         engines = self.engines(max_age_s)
-        if not self._store.check(["synced"]):
-            return []
-        synced = {tuple(key) for key in json.loads(self._store.get("synced"))["engines"]}
+        text = self._read(["synced"]).get("synced")
+        synced = {tuple(key) for key in json.loads(text)["engines"]} if text else set()
         return [record for record in engines if record.key in synced]
 
     def mark_synced(self, version: str, engines: Iterable[EngineRecord]) -> None:
@@ -172,6 +181,24 @@ class Fleet:
         return "; ".join(lines)
 
 
+class _Reader:
+    """Reads many keys in one call to the store; a key that nobody has written yet is left out. No key is deleted."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._there = store, set()
+
+    def __call__(self, keys: Sequence[str]) -> dict[str, bytes]:
+        self._there.update(key for key in keys if key not in self._there and self._store.check([key]))
+        written = [key for key in keys if key in self._there]
+        return dict(zip(written, self._store.multi_get(written), strict=True)) if written else {}
+
+
+def _record(text: bytes, load: bytes | None) -> EngineRecord:
+    record = EngineRecord(**json.loads(text))
+    found = json.loads(load) if load else {"incarnation": 0}  # a load may be of the process before
+    return replace(record, load=Load(**found["load"])) if found["incarnation"] == record.incarnation else record
+
+
 class Registrar:
     """Writes the registry; one per supervisor. Not thread-safe.
 
@@ -186,7 +213,11 @@ class Registrar:
 
     def write(self, record: EngineRecord) -> None:
         """Replace the engine's record."""
-        self._store.set(f"engine/{record.id}", json.dumps(asdict(record)))
+        self._store.set(f"engine/{record.id}", record.to_json())
+
+    def write_load(self, record: EngineRecord, load: Load) -> None:
+        """Replace the engine's load."""
+        self._store.set(f"load/{record.id}", json.dumps({"incarnation": record.incarnation, "load": asdict(load)}))
 
     def last_incarnation(self, engine: str) -> int:
         """The newest incarnation on record, 0 if there is none (an earlier process of this rank may have left one)."""
@@ -212,33 +243,6 @@ class Registrar:
             return 0, ""
         verdict = json.loads(self._store.get(f"condemned/{engine}"))
         return verdict["incarnation"], verdict["why"]
-
-
-class Balancer:
-    """Spreads groups over engines: the one with the fewest of this leader's groups in flight.
-
-    Args:
-        turn: ties are broken from this place on, so that leaders do not all begin with the same engine.
-    """
-
-    def __init__(self, turn: int = 0) -> None:
-        self._in_flight: Counter[tuple[str, int]] = Counter()
-        self._turn = turn
-
-    def take(self, engines: list[EngineRecord], avoid: set[tuple[str, int]]) -> EngineRecord:
-        """An engine for one group, which stays with it until `give_back`; one of `avoid` only if there is no other."""
-        allowed = [record for record in engines if record.key not in avoid] or engines
-        self._turn += 1
-        chosen = min(range(len(allowed)), key=lambda place: (self._in_flight[allowed[place].key],
-                                                             (place - self._turn) % len(allowed)))
-        self._in_flight[allowed[chosen].key] += 1
-        return allowed[chosen]
-
-    def give_back(self, engine: EngineRecord) -> None:
-        """The group is done with its engine."""
-        self._in_flight[engine.key] -= 1
-        if not self._in_flight[engine.key]:
-            del self._in_flight[engine.key]
 
 
 def stopped(record: EngineRecord, state: str, detail: str = "", status: int = 0) -> EngineRecord:

@@ -13,7 +13,9 @@ import os
 import queue
 import signal
 import threading
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -23,16 +25,19 @@ from megarl.cluster.partition import Partition
 from megarl.config import sglang
 from megarl.config.schema import Config
 from megarl.errors import Ended, MachineFault, MegarlError, UserMistake
-from megarl.rollout.client import open_session
+from megarl.rollout.balance import Load
+from megarl.rollout.client import EngineClient, open_session
 from megarl.rollout.fleet import EngineRecord, Registrar, stopped
 from megarl.rollout.lease import BEAT_S, LeaseWatch
 from megarl.rollout.process import GRACE_S, EngineProcess, engine_command, first_gpu, free_port
+from megarl.rollout.protocol import EngineError
 
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 RESTART_PAUSE_S = 0.5  # before an engine is started again; doubles with each failed start in a row
 RESTART_PAUSE_MOST_S = 30.0
+LOAD_S = 0.5  # between readings of an engine's load
 
 
 def supervise(config: Config, partition: Partition, store: Store, run_dir: Path | str, *,
@@ -81,7 +86,11 @@ class _Link(threading.Thread):
 
     def write(self, record: EngineRecord) -> None:
         """Have the record written soon, after those given before."""
-        self._outbox.put(record)
+        self._outbox.put(partial(self._registrar.write, record))
+
+    def write_load(self, record: EngineRecord, load: Load) -> None:
+        """Have the engine's load written soon."""
+        self._outbox.put(partial(self._registrar.write_load, record, load))
 
     def close(self, timeout_s: float) -> None:
         """Write what is left and end; gives up after `timeout_s`."""
@@ -105,15 +114,16 @@ class _Link(threading.Thread):
             self.failure = error
 
     def _write_outbox(self, wait_s: float) -> bool:
-        """Write records as they come, for `wait_s` after the last one; False once closed."""
+        """Write what comes within `wait_s`; False once closed."""
+        deadline = time.monotonic() + wait_s
         while True:
             try:
-                record = self._outbox.get(timeout=wait_s)
+                write = self._outbox.get(timeout=max(deadline - time.monotonic(), 0.0))
             except queue.Empty:
                 return True
-            if record is None:
+            if write is None:
                 return False
-            self._registrar.write(record)
+            write()
 
 
 class _Supervisor:
@@ -216,6 +226,7 @@ class _Supervisor:
                            session: aiohttp.ClientSession) -> MegarlError:
         """Why the engine is dead: it died, fell silent, or the trainers condemned this incarnation."""
         death = asyncio.create_task(engine.wait_death(session, self._config.cluster.lease_timeout_s))
+        loads = asyncio.create_task(self._publish_load(record, EngineClient(engine.url, session)))
         try:
             while not death.done():
                 incarnation, why = self._link.condemned[record.id]
@@ -225,3 +236,17 @@ class _Supervisor:
             return death.result()
         finally:
             death.cancel()
+            loads.cancel()
+
+    async def _publish_load(self, record: EngineRecord, client: EngineClient) -> None:
+        """Tell what the engine has to do, again and again; leaders do without where it cannot be had."""
+        reading = 0
+        while True:
+            try:
+                running, waiting = await client.load()
+            except EngineError as error:
+                log.debug("no load of engine %s: %s", record.id, error)  # whether it lives is wait_death's question
+            else:
+                reading += 1
+                self._link.write_load(record, Load(reading, running, waiting))
+            await asyncio.sleep(LOAD_S)

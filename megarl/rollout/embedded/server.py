@@ -40,7 +40,7 @@ class Server:
         post, any_of = ["POST"], ["GET", "POST"]
         routes = [
             Route("/health", self._health), Route("/model_info", self._model_info),
-            Route("/get_model_info", self._model_info),
+            Route("/get_model_info", self._model_info), Route("/v1/loads", self._loads),
             Route("/generate", self._generate, methods=["POST", "PUT"]),
             Route("/abort_request", self._abort, methods=post),
             Route("/pause_generation", self._pause, methods=post),
@@ -63,6 +63,12 @@ class Server:
     async def _model_info(self, _: Request) -> Response:
         return JSONResponse({"model_path": self._model_path, "tokenizer_path": self._model_path, "is_generation": True,
                              "engine": "megarl-embedded", **self._engine.state()})
+
+    async def _loads(self, _: Request) -> Response:
+        """What a balancer needs of SGLang's answer."""
+        state = self._engine.state()
+        return JSONResponse({"loads": [{"dp_rank": 0, "num_running_reqs": state["running"],
+                                        "num_waiting_reqs": state["waiting"]}]})
 
     async def _generate(self, request: Request) -> Response:
         generate = parse_generate(await _body(request), self._limits, self._text)
