@@ -37,6 +37,7 @@ from megarl.rollout.protocol import format_version
 from megarl.rollout.records import write_rollouts
 from megarl.sync.publish import WeightPublisher
 from megarl.update.experience import Experience, Minibatch
+from megarl.update.gap import watch_gap
 from megarl.update.policy import Policy
 
 
@@ -90,6 +91,13 @@ class Trainer:
             self.report.say(f"warning: {oversized} sequences are longer than batch.max_tokens "
                             f"({self.config.batch.max_tokens}); each has a micro-batch of its own")
         return found
+
+    def watch_gap(self, experience: Experience) -> None:
+        """Compare the engines' log-probs with the trainer's; warn or end the run if they disagree too much."""
+        metrics, warning = watch_gap(experience, self.config, self.groups, self.progress.step + 1)
+        self.report.add(metrics)
+        if warning:
+            self.report.say(f"warning: {warning}")
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """One optimizer step; its timeline is written if the step is one of observe.trace_steps."""

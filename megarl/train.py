@@ -39,6 +39,7 @@ def train(config: Config, trainer: Trainer) -> None:
             for minibatch in experience.minibatches:
                 policy.reference_logprobs(minibatch)
                 policy.old_logprobs(minibatch)
+            trainer.watch_gap(experience)
             experience.set_advantages()
         with report.phases("update"):
             updates = [trainer.update(minibatch) for minibatch in experience.passes()]

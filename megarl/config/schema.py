@@ -176,9 +176,23 @@ class CorrectionConfig(Section):
     """Importance sampling between the engine that sampled and the trainer's old log-probs."""
 
     kind: Literal["none", "truncated", "masked"] = Field("truncated", description="what happens to weights off bounds")
-    level: Literal["token", "sequence"] = Field("token", description="one weight per token, or their product")
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="one weight per token, or for a sequence their product or geometric mean")
     low: NonNegativeFloat = Field(0.0, description="masked: weights below are masked; truncated: unused")
     high: PositiveFloat = Field(2.0, description="truncated: weights are cut here; masked: weights above are masked")
+    reject: Literal["none", "token", "sequence", "geometric"] = Field(
+        "none", description="leave out tokens whose old / engine ratio at this level is off the next two bounds, "
+        "whatever their weight")
+    reject_low: NonNegativeFloat = Field(0.5, description="lower bound; for geometric means near 1, such as 0.999")
+    reject_high: PositiveFloat = Field(2.0, description="upper bound; for geometric means near 1, such as 1.001")
+
+
+class GapAlarmConfig(Section):
+    """What happens when engine and trainer disagree on what was sampled, before anything is learned from it."""
+
+    action: Literal["off", "warn", "stop"] = Field("warn", description="stop: end the run before the update")
+    threshold: PositiveFloat = Field(0.1, description="mean absolute difference of old and engine log-probs, of tokens "
+                                     "that the newest weights sampled; each version of lag adds as much again")
 
 
 class ObjectiveConfig(Section):
@@ -197,7 +211,11 @@ class ObjectiveConfig(Section):
     std_eps: NonNegativeFloat = Field(1e-6, description="added to the standard deviation")
     kl: KLConfig = Field(KLConfig(), description="distance to the reference model")
     entropy_bonus: NonNegativeFloat = Field(0.0, description="coefficient of the entropy added to the objective")
+    proximal: Literal["old", "behaviour"] = Field(
+        "old", description="what the ratio is taken against: the trainer's log-probs as the experience begins "
+        "(decoupled), or the engine's (naive; correction.kind must be none)")
     correction: CorrectionConfig = Field(CorrectionConfig(), description="for the gap between engine and trainer")
+    gap_alarm: GapAlarmConfig = Field(GapAlarmConfig(), description="for a gap that no correction should hide")
     dynamic_sampling: bool | None = Field(None, description="drop groups whose rewards are all equal and refill")
     refill_rounds: PositiveInt = Field(4, description="bound on the rounds of dynamic sampling")
     mask_truncated: bool = Field(False, description="overlong filter: do not train on samples cut by the length limit")
@@ -230,6 +248,13 @@ class OptimConfig(Section):
 class SyncConfig(Section):
     """Trainer weights -> engine weights."""
 
+    transport: Literal["broadcast", "disk", "delta"] = Field(
+        "broadcast", description="process groups with the engines; a directory that all hosts share; or only what "
+        "changed, over HTTP (embedded engine)")
+    engines_per_set: PositiveInt = Field(4, description="engines updated together; a dead one stalls its set only")
+    overlap: bool = Field(False, description="copy the weights and send them while the trainers go on (needs "
+                          "rollout.max_lag of 1 or more, and host memory for a copy)")
+    directory: str = Field("", description="disk: where versions of the weights are written; empty: run.dir/weights")
     bucket_mb: PositiveInt = Field(512, description="weights sent at a time, MiB")
     timeout_s: PositiveFloat = Field(120.0, description="of one bucket or one call to an engine, seconds")
     verify: bool = Field(False, description="compare a checksum of every tensor on both sides after each update")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from megarl.objective.correction import correct
 from megarl.objective.kl import kl_estimate
 from megarl.objective.recipes import Objective
 
@@ -18,36 +19,40 @@ from megarl.objective.recipes import Objective
 SUMS = ("tokens", "loss", "clipped_low", "clipped_high", "kl_old", "ratio", "entropy", "ref_kl", "engine_gap",
         "engine_kl", "is_weight", "is_cut")
 MAXIMA = ("ratio_max", "engine_gap_max")
+# ... and, as "by_lag", sums over the tokens of each lag (how many weight versions older than the experience).
+BY_LAG = ("tokens", "is_weight", "is_cut", "clipped_low", "clipped_high")
 
 
 def policy_loss(logprobs_t: torch.Tensor, old_t: torch.Tensor, advantages_t: torch.Tensor, weights_t: torch.Tensor,
                 mask_t: torch.Tensor, sequence_t: torch.Tensor, n_seq: int, objective: Objective, *,
                 entropy_t: torch.Tensor | None = None, ref_t: torch.Tensor | None = None,
-                engine_t: torch.Tensor | None = None,
+                engine_t: torch.Tensor | None = None, lag_t: torch.Tensor | None = None, lags: int = 1,
                 sum_across: Callable[[torch.Tensor], torch.Tensor] = lambda sums_3n: sums_3n,
                 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped surrogate with the objective's ratio, correction, KL and entropy terms.
 
-    Where `mask_t` is False every value is selected away, so a NaN there reaches neither the loss nor a gradient. So is
+    The ratio is current/old with the weight old/engine (decoupled), or current/engine (naive): see
+    `objective.correction`. Where `mask_t` is False every value is selected away, so a NaN there reaches nothing. So is
     the surrogate of a token that importance sampling masks; its KL and entropy terms stay.
 
     Args:
         logprobs_t: current log-probs of the labels, [T]; gradients flow through them and `entropy_t` only.
         old_t: the trainer's log-probs when the experience was taken (the proximal policy), [T].
-        advantages_t: [T].
-        weights_t: `advantages.token_weights` of each token's sample, [T].
+        advantages_t, weights_t: of each token's sample, the latter by `advantages.token_weights`, [T].
         mask_t: bool [T], response tokens that are trained on.
-        sequence_t: int64 [T], which sequence of the micro-batch; `n_seq` for what belongs to none.
-        n_seq: sequences in the micro-batch.
+        sequence_t, n_seq: int64 [T], which of the micro-batch's n_seq sequences; `n_seq` for what belongs to none.
         objective: the loss.
         entropy_t: entropy of each position's distribution, [T]; needed for the bonus.
         ref_t: log-probs under the reference model, [T]; needed for a KL in the loss.
-        engine_t: log-probs by the engine that sampled, [T]; needed for a correction.
+        engine_t: log-probs by the engine that sampled, [T]; needed for a correction and for the naive ratio.
+        lag_t: weight versions between sampling and this experience, whole numbers from 0, [T]; None: all are 0.
+        lags: statistics are kept for so many lags, 0 upwards; an older token counts with the last.
         sum_across: sum over the ranks that share each sequence (context parallelism), whose backward is the same sum;
             called once if objective.needs_sequences, else never.
 
     Returns:
-        (loss, statistics): scalar; detached fp64 scalars named as in SUMS and MAXIMA, of this rank's tokens.
+        (loss, statistics): scalar; detached fp64 scalars of this rank's tokens, named as in SUMS and MAXIMA, and
+            "by_lag", [len(BY_LAG), lags].
 
     Raises:
         ValueError: a term of the objective lacks its input.
@@ -56,29 +61,37 @@ def policy_loss(logprobs_t: torch.Tensor, old_t: torch.Tensor, advantages_t: tor
     logprobs_t, old_t, advantages_t, weights_t, entropy_t, ref_t, engine_t = (
         None if values_t is None else _selected(values_t, mask_t)
         for values_t in (logprobs_t, old_t, advantages_t, weights_t, entropy_t, ref_t, engine_t))
-    zeros_t, log_ratio_t = torch.zeros_like(old_t), logprobs_t - old_t
+    zeros_t, moved_t = torch.zeros_like(old_t), (logprobs_t - old_t).detach()
+    log_ratio_t = logprobs_t - (old_t if objective.proximal == "old" else engine_t)
     gap_t = zeros_t if engine_t is None else (old_t - engine_t).detach()
     sequences_3t = None
     if objective.needs_sequences:
-        sums_3n = _sequence_sums(torch.stack((log_ratio_t, mask_t.to(log_ratio_t.dtype), gap_t)), sequence_t, n_seq)
-        sequences_3t = sum_across(sums_3n)[:, sequence_t]
-    is_t, cut_t = _correction(objective, gap_t, sequences_3t)
+        rows_3t = torch.stack((log_ratio_t, mask_t.to(log_ratio_t.dtype), gap_t))
+        sequences_3t = sum_across(_sequence_sums(rows_3t, sequence_t, n_seq))[:, sequence_t]
+    is_t, cut_t = correct(objective.correction, gap_t, sequences_3t)
     used_t = mask_t & (is_t != 0)  # a NaN of the engine is no 0: it must not be lost
     ratio_t = _selected(_log_ratio(objective, logprobs_t, log_ratio_t, sequences_3t), used_t).exp()
     surrogate_t, clipped = _surrogate(objective, ratio_t, advantages_t)
-    token_loss_t = _selected(-is_t * surrogate_t, used_t)
     kl_t = zeros_t if ref_t is None else kl_estimate(logprobs_t, ref_t, objective.kl.estimator)
+    token_loss_t = _with_terms(objective, _selected(-is_t * surrogate_t, used_t), kl_t, entropy_t)
+    loss = (weights_t * token_loss_t).sum()
+
+    measured = clipped | {
+        "tokens": mask_t, "kl_old": moved_t.expm1() - moved_t, "ratio": ratio_t, "ref_kl": kl_t,
+        "entropy": zeros_t if entropy_t is None else entropy_t, "engine_gap": gap_t.abs(),
+        "engine_kl": gap_t.expm1() - gap_t, "is_weight": is_t, "is_cut": cut_t}
+    return loss, {**_statistics(measured, mask_t), "loss": loss.detach().double(),
+                  "by_lag": _by_lag(measured, zeros_t if lag_t is None else lag_t, mask_t, lags)}
+
+
+def _with_terms(objective: Objective, token_loss_t: torch.Tensor, kl_t: torch.Tensor, entropy_t: torch.Tensor | None
+                ) -> torch.Tensor:
+    """The surrogate's loss with the KL and the entropy bonus, [T]."""
     if objective.kl_in_loss:
         token_loss_t = token_loss_t + objective.kl.coefficient * kl_t
     if objective.entropy_bonus:
         token_loss_t = token_loss_t - objective.entropy_bonus * entropy_t
-    loss = (weights_t * token_loss_t).sum()
-
-    measured = clipped | {
-        "tokens": mask_t, "kl_old": log_ratio_t.expm1() - log_ratio_t, "ratio": ratio_t, "ref_kl": kl_t,
-        "entropy": zeros_t if entropy_t is None else entropy_t, "engine_gap": gap_t.abs(),
-        "engine_kl": gap_t.expm1() - gap_t, "is_weight": is_t, "is_cut": cut_t}
-    return loss, _statistics(measured, mask_t) | {"loss": loss.detach().double()}
+    return token_loss_t
 
 
 def _sequence_sums(rows_3t: torch.Tensor, sequence_t: torch.Tensor, n_seq: int) -> torch.Tensor:
@@ -99,10 +112,17 @@ def _statistics(measured: dict[str, torch.Tensor], mask_t: torch.Tensor) -> dict
                    for name in MAXIMA}
 
 
+def _by_lag(measured: dict[str, torch.Tensor], lag_t: torch.Tensor, mask_t: torch.Tensor, lags: int) -> torch.Tensor:
+    """Sums of what BY_LAG names over the masked-in tokens of each lag, fp64 [len(BY_LAG), lags]."""
+    rows_kt = torch.stack([_selected(measured[name].detach().double(), mask_t) for name in BY_LAG])
+    bucket_t = _selected(lag_t, mask_t).long().clamp(0, lags - 1)
+    return rows_kt.new_zeros(len(BY_LAG), lags).index_add(1, bucket_t, rows_kt)
+
+
 def _require(objective: Objective, entropy_t: torch.Tensor | None, ref_t: torch.Tensor | None,
              engine_t: torch.Tensor | None) -> None:
     needs = (("entropy_t", entropy_t, bool(objective.entropy_bonus)), ("ref_t", ref_t, objective.kl_in_loss),
-             ("engine_t", engine_t, objective.correction.kind != "none"))
+             ("engine_t", engine_t, objective.needs_engine))
     for name, given, needed in needs:
         if needed and given is None:
             raise ValueError(f"the objective needs {name}")
@@ -126,20 +146,3 @@ def _surrogate(objective: Objective, ratio_t: torch.Tensor, advantages_t: torch.
     surrogate_t = torch.minimum(ratio_t * advantages_t, clipped_t * advantages_t)
     return surrogate_t, {"clipped_low": (advantages_t < 0) & (ratio_t < clipped_t),
                          "clipped_high": (advantages_t > 0) & (ratio_t > clipped_t)}
-
-
-def _correction(objective: Objective, gap_t: torch.Tensor, sequences_3t: torch.Tensor | None
-                ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weight of the engine's samples under the proximal policy, and where it was cut or masked, both [T].
-
-    By token, exp(old - engine); by sequence, the product of those over the sequence. Truncated: at most `high`
-    (Yao et al. 2025, truncated importance sampling). Masked: 0 outside [low, high]. No gradient flows through it.
-    """
-    correction = objective.correction
-    if correction.kind == "none":
-        return torch.ones_like(gap_t), torch.zeros_like(gap_t, dtype=torch.bool)
-    weight_t = (gap_t if correction.level == "token" else sequences_3t[2].detach()).exp()
-    if correction.kind == "truncated":
-        return weight_t.clamp(max=correction.high), weight_t > correction.high
-    outside_t = (weight_t < correction.low) | (weight_t > correction.high)
-    return torch.where(outside_t, torch.zeros_like(weight_t), weight_t), outside_t

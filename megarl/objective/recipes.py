@@ -52,6 +52,7 @@ class Objective:
     std_eps: float
     kl: KLConfig
     entropy_bonus: float
+    proximal: Literal["old", "behaviour"]
     correction: CorrectionConfig
     dynamic_sampling: bool
     mask_truncated: bool
@@ -67,7 +68,14 @@ class Objective:
     @property
     def needs_sequences(self) -> bool:
         """Whether sums over whole sequences enter the loss: the ratio's, or the correction's."""
-        return self.ratio != "token" or (self.correction.kind != "none" and self.correction.level == "sequence")
+        correction = self.correction
+        return (self.ratio != "token" or (correction.kind != "none" and correction.level != "token")
+                or correction.reject in ("sequence", "geometric"))
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether the engine's log-probs enter the loss."""
+        return self.proximal == "behaviour" or self.correction.kind != "none" or self.correction.reject != "none"
 
     @property
     def kl_in_loss(self) -> bool:
@@ -84,7 +92,8 @@ class Objective:
         divisors = {"sequence_mean": "mean over tokens, then sequences", "token_mean": "sum / tokens of the step",
                     "constant": f"sum / (sequences * {self.max_response_tokens})"}
         std = f"std (ddof {self.std_ddof}, eps {self.std_eps:g})" if self.normalize_std else "no std"
-        parts = [self.algorithm, f"{self.ratio} ratio", f"clip {self.clip_low:g}/{self.clip_high:g}",
+        naive = " to the engine's log-probs (naive)" if self.proximal == "behaviour" else ""
+        parts = [self.algorithm, f"{self.ratio} ratio{naive}", f"clip {self.clip_low:g}/{self.clip_high:g}",
                  divisors[self.aggregation], f"advantage: reward - group mean, {std}"]
         if self.needs_reference:
             parts.append(f"KL {self.kl.coefficient:g} {self.kl.estimator} in the {self.kl.place}")
@@ -94,6 +103,9 @@ class Objective:
             low = f"{self.correction.low:g}.." if self.correction.kind == "masked" else "<= "
             parts.append(f"{self.correction.kind} importance sampling by {self.correction.level} "
                          f"{low}{self.correction.high:g}")
+        if self.correction.reject != "none":
+            parts.append(f"rejection by {self.correction.reject} {self.correction.reject_low:g}.."
+                         f"{self.correction.reject_high:g}")
         if self.dynamic_sampling:
             parts.append("dynamic sampling")
         if self.mask_truncated:
@@ -108,7 +120,8 @@ def resolve(config: ObjectiveConfig, max_response_tokens: int) -> Objective:
 
     Raises:
         UserMistake: k1 in the loss, whose expected gradient is zero; an overlong buffer longer than the response;
-            bounds of the clip or the correction that shut out the ratio 1 of equal policies, or that are not used.
+            bounds of the clip or the correction that shut out the ratio 1 of equal policies, or that are not used; a
+            weight beside the naive ratio, which holds it already.
     """
     if config.kl.coefficient and config.kl.place == "loss" and config.kl.estimator == "k1":
         raise UserMistake("the gradient of k1 in the loss is 0 in expectation", "objective.kl.estimator",
@@ -116,7 +129,7 @@ def resolve(config: ObjectiveConfig, max_response_tokens: int) -> Objective:
     if config.overlong_buffer >= max_response_tokens:
         raise UserMistake(f"{config.overlong_buffer} is not below rollout.max_response_tokens ({max_response_tokens})",
                           "objective.overlong_buffer", "use a part of the response length, or 0")
-    _check_correction(config.correction)
+    _check_correction(config.correction, config.proximal)
     if config.mask_truncated and config.kl.coefficient and config.kl.place == "reward":
         raise UserMistake("truncated samples are in no forward pass, so their reward cannot have its KL taken off",
                           "objective.mask_truncated", "set it to false, or objective.kl.place: loss")
@@ -127,21 +140,25 @@ def resolve(config: ObjectiveConfig, max_response_tokens: int) -> Objective:
         raise UserMistake(f"{decided['clip_low']:g} puts the lower bound of the ratio below 0", "objective.clip_low",
                           "use a value from 0 to 1")
     given = {name: getattr(config, name) for name in (
-        "algorithm", "std_ddof", "std_eps", "kl", "entropy_bonus", "correction", "mask_truncated", "overlong_buffer",
-        "overlong_penalty")}
+        "algorithm", "std_ddof", "std_eps", "kl", "entropy_bonus", "proximal", "correction", "mask_truncated",
+        "overlong_buffer", "overlong_penalty")}
     return Objective(max_response_tokens=max_response_tokens, **decided, **given)
 
 
-def _check_correction(correction: CorrectionConfig) -> None:
+def _check_correction(correction: CorrectionConfig, proximal: str) -> None:
     """Refuse bounds that would cut the weight 1 of an engine that agrees with the trainer, or mean nothing."""
-    if correction.kind == "none":
-        return
-    if correction.high < 1:
-        raise UserMistake(f"{correction.high:g} would cut the weight 1 of an engine that agrees with the trainer",
-                          "objective.correction.high", "use 1 or more")
+    if proximal == "behaviour" and correction.kind != "none":
+        raise UserMistake(f"{correction.kind} would weigh twice: the ratio to the engine's log-probs holds old / "
+                          "engine already", "objective.correction.kind",
+                          "set none (reject may stay), or objective.proximal: old")
+    pairs = [("low", "high", "cut")] if correction.kind != "none" else []
+    pairs += [("reject_low", "reject_high", "reject")] if correction.reject != "none" else []
+    for low, high, does in pairs:
+        for name, is_wrong, right in ((low, getattr(correction, low) > 1, "use 1 or less"),
+                                      (high, getattr(correction, high) < 1, "use 1 or more")):
+            if is_wrong:
+                raise UserMistake(f"{getattr(correction, name):g} would {does} the weight 1 of an engine that agrees "
+                                  "with the trainer", f"objective.correction.{name}", right)
     if correction.kind == "truncated" and correction.low:
         raise UserMistake(f"{correction.low:g} would not be used: truncation cuts at high only",
                           "objective.correction.low", "leave it at 0, or set objective.correction.kind: masked")
-    if correction.low > 1:
-        raise UserMistake(f"{correction.low:g} would mask the weight 1 of an engine that agrees with the trainer",
-                          "objective.correction.low", "use 1 or less")

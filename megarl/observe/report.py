@@ -51,10 +51,9 @@ class Reporter:
         """Statistics of a step's optimizer steps: means over those that have them, `optim/skipped` as a sum."""
         skipped = sum(update["optim/skipped"] for update in updates)
         done = [update for update in updates if not update["optim/skipped"]]
-        for name in done[0] if done else ():
-            reduce = max if name.endswith("_max") else math.fsum
-            value = reduce([update[name] for update in done])
-            self._values[name] = value if reduce is max else value / len(done)
+        for name in dict.fromkeys(name for update in done for name in update):
+            values = [update[name] for update in done if name in update]
+            self._values[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
         self._values["optim/skipped"] = skipped
 
     def step(self, step: int) -> None:

@@ -106,7 +106,7 @@ class Policy:
     def step(self, minibatch: Minibatch) -> dict[str, float]:
         """Clip and apply the gradients; returns the statistics of the minibatch."""
         norm = self.optimizer.step()
-        stats = across.policy_statistics(minibatch.stats, self.groups)
+        stats = across.policy_statistics(minibatch.stats, self.groups, self.config.rollout.max_lag + 1)
         stats |= across.router_statistics(self.chunks, minibatch.fractions, self.groups)
         return stats | {"optim/grad_norm": norm, "optim/lr": self.optimizer.lr, "optim/skipped": 0.0}
 
@@ -131,7 +131,8 @@ class Policy:
         return policy_loss(
             logprobs_t, values["old_logprobs"], values["advantages"], values["weights"], batch.mask_t,
             batch.sequence_t, batch.sequences, self.objective, entropy_t=entropy_t,
-            ref_t=values.get("ref_logprobs"), engine_t=values["engine_logprobs"],
+            ref_t=values.get("ref_logprobs"), engine_t=values["engine_logprobs"], lag_t=values["lag"],
+            lags=self.config.rollout.max_lag + 1,
             sum_across=lambda tensor: across.sum_with_gradient(tensor, self._cp))
 
     def _count_experts(self, on: bool) -> None:
