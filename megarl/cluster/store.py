@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megarl.cluster.keys import NO_KEYS, Keys
 from megarl.cluster.partition import Partition
 from megarl.config.schema import ClusterConfig
 from megarl.errors import MachineFault, UserMistake
@@ -29,11 +30,13 @@ class Control:
         store: control store, keys already under the generation.
         generation: unique name of this life of the job: `<job>.<restart>.<token>`; no colon in it.
         address: the address under which other hosts reach this one.
+        keys: of the engines' servers, the same on all ranks.
     """
 
     store: dist.Store
     generation: str
     address: str
+    keys: Keys = NO_KEYS
     _anchor: tuple[object, ...] = ()  # keeps the server and the rendezvous alive
 
 
@@ -44,7 +47,7 @@ def connect(partition: Partition, cluster: ClusterConfig) -> Control:
     trainer 0 (`cluster.store: auto`) or is one that outlives the job (`host:port`).
 
     Raises:
-        UserMistake: cluster.store is neither auto nor host:port.
+        UserMistake: cluster.store is neither auto nor host:port; a key in the environment cannot be one.
         MachineFault: the ranks did not meet within cluster.start_timeout_s.
     """
     timeout = datetime.timedelta(seconds=cluster.start_timeout_s)
@@ -57,15 +60,17 @@ def connect(partition: Partition, cluster: ClusterConfig) -> Control:
             if place == "auto":
                 server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
                 place = f"{address}:{server.port}"
+            meeting.set("megarl/keys", (Keys.from_env(os.environ) or Keys.generate()).to_text())
             meeting.set("megarl/generation", _new_generation())
             meeting.set("megarl/control", place)
         generation = meeting.get("megarl/generation").decode()
+        keys = Keys.from_text(meeting.get("megarl/keys").decode())
         host, port = _split(meeting.get("megarl/control").decode())
         client = server or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except dist.DistError as error:
         raise MachineFault(f"rank {partition.rank} could not meet the others within {cluster.start_timeout_s:.0f} s: "
                            f"{str(error).splitlines()[0]}") from error
-    return Control(dist.PrefixStore(generation, client), generation, address, (meeting, client))
+    return Control(dist.PrefixStore(generation, client), generation, address, keys, (meeting, client))
 
 
 class Meeting:

@@ -10,11 +10,13 @@ failed (`EngineFailed`), it answered nonsense (`BadAnswer`). Only calls that may
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from typing import Any
 
 import aiohttp
 
+from megarl.cluster.keys import NO_KEYS, Keys
 from megarl.rollout.protocol import (
     BadAnswer,
     Completion,
@@ -82,18 +84,20 @@ class EngineClient:
         request_timeout_s: of a whole /generate.
         control_timeout_s: of every other call.
         connect_timeout_s: until the connection stands.
+        keys: the engine's (`EngineRecord.keys`).
         retries: how often a call that may run twice is sent again after EngineLost or EngineBusy. /generate is
             not among them: the generator re-issues a group itself, on another engine where there is one.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, request_timeout_s: float = 300.0,
-                 control_timeout_s: float = 60.0, connect_timeout_s: float = 10.0, retries: int = 3) -> None:
+                 control_timeout_s: float = 60.0, connect_timeout_s: float = 10.0, retries: int = 3,
+                 keys: Keys = NO_KEYS) -> None:
         self.url = url
         self._session = session
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._retries = retries
+        self._retries, self._keys = retries, keys
 
     async def generate(self, request: GenerateRequest, *, vocab_size: int,
                        expected: Expected | None = None) -> list[Completion]:
@@ -143,6 +147,20 @@ class EngineClient:
         await self._control("/update_weights_from_distributed", bucket.to_json(), needs_success=True,
                             timeout_s=timeout_s)
 
+    async def update_from_disk(self, path: str, *, load_format: str | None = None,
+                               timeout_s: float | None = None) -> None:
+        """Load the whole checkpoint that lies at `path` on the engine's host; needs no open update.
+
+        SGLang without a `load_format` reads it as it read its own; the cache is not flushed.
+        """
+        await self._control("/update_weights_from_disk", {"model_path": path, "load_format": load_format,
+                                                          "flush_cache": False}, needs_success=True,
+                            timeout_s=timeout_s)
+
+    async def update_from_delta(self, message: bytes, *, timeout_s: float | None = None) -> None:
+        """Take a message of `megarl.sync.delta` within an open update (embedded engine)."""
+        await self._control("/update_weights_from_delta", message, needs_success=True, timeout_s=timeout_s)
+
     async def end_update(self) -> None:
         """Close the weight update."""
         await self._control("/end_weight_update", {}, needs_success=True)
@@ -174,30 +192,34 @@ class EngineClient:
         """Returns if the engine answers with 200; one try."""
         await self._once("GET", "/health", None, timeout_s or self._control_timeout_s)
 
-    async def _control(self, path: str, body: dict[str, Any], *, safe: bool = False, needs_success: bool = False,
-                       timeout_s: float | None = None) -> dict[str, Any]:
+    async def _control(self, path: str, body: dict[str, Any] | bytes, *, safe: bool = False,
+                       needs_success: bool = False, timeout_s: float | None = None) -> dict[str, Any]:
         """POST a control call; `safe`: may run twice; `needs_success`: the answer must say `success: true`."""
         send = self._retrying if safe else self._once
-        answer = await send("POST", path, body, timeout_s or self._control_timeout_s)
+        answer = await send("POST", path, body, timeout_s or self._control_timeout_s, admin=True)
         if needs_success and not (isinstance(answer, dict) and answer.get("success") is True):
             raise BadAnswer(f"{self.url}{path} answered without success: {str(answer)[:200]}")
         return answer if isinstance(answer, dict) else {}
 
-    async def _retrying(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+    async def _retrying(self, method: str, path: str, body: dict[str, Any] | bytes | None, timeout_s: float, *,
+                        admin: bool = False) -> Any:
         for attempt in range(self._retries + 1):
             try:
-                return await self._once(method, path, body, timeout_s)
+                return await self._once(method, path, body, timeout_s, admin=admin)
             except (EngineLost, EngineBusy):
                 if attempt == self._retries:
                     raise
                 await asyncio.sleep(backoff_s(attempt))
 
-    async def _once(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+    async def _once(self, method: str, path: str, body: dict[str, Any] | bytes | None, timeout_s: float, *,
+                    admin: bool = False) -> Any:
         """Send once; the decoded JSON of the answer, or its text where it is not JSON."""
         where = f"{self.url}{path}"
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(self._connect_timeout_s, timeout_s))
+        content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         try:
-            async with self._session.request(method, where, json=body, timeout=timeout) as response:
+            async with self._session.request(method, where, **content, timeout=timeout,
+                                             headers=self._keys.header(admin=admin)) as response:
                 status, kind, raw = response.status, response.content_type, await response.read()
         except aiohttp.ConnectionTimeoutError as error:
             raise EngineLost(f"{where}: no connection within {timeout.sock_connect:g} s") from error

@@ -17,6 +17,7 @@ from typing import Literal
 
 from torch.distributed import PrefixStore, Store
 
+from megarl.cluster.keys import NO_KEYS, Keys
 from megarl.errors import EXIT_MISTAKE, MachineFault, UserMistake
 from megarl.rollout.balance import Balancer, Load
 from megarl.rollout.lease import Heartbeat, LeaseWatch, read_counter
@@ -39,6 +40,7 @@ class EngineRecord:
         detail: why it is down or failed.
         status: of a failed one: megarl's exit status for it (64 for a user's mistake).
         load: what it had to do when its supervisor last asked; None if it was not asked yet.
+        keys: that its server takes; known to readers of the registry, not to the registry.
     """
 
     id: str
@@ -48,6 +50,7 @@ class EngineRecord:
     detail: str = ""
     status: int = 0
     load: Load | None = field(default=None, compare=False)
+    keys: Keys = field(default=NO_KEYS, compare=False, repr=False)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -55,8 +58,8 @@ class EngineRecord:
         return self.id, self.incarnation
 
     def to_json(self) -> str:
-        """As it stands in the registry: without the load, which has a key of its own."""
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "load"})
+        """As it stands in the registry; the load has a place of its own there, keys have none."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name not in ("load", "keys")})
 
     def describe(self) -> str:
         """`engine 0.1: down (ended with -9)`."""
@@ -90,10 +93,12 @@ class Fleet:
         store: the control store of this life of the job.
         rollouts, engines_per_rank: sizes, from the config.
         lease_timeout_s: an engine whose supervisor's lease stands still for so long counts as gone.
+        keys: of the engines' servers; go into the records.
     """
 
-    def __init__(self, store: Store, rollouts: int, engines_per_rank: int, lease_timeout_s: float) -> None:
-        self._store = fleet_store(store)
+    def __init__(self, store: Store, rollouts: int, engines_per_rank: int, lease_timeout_s: float, *,
+                 keys: Keys = NO_KEYS) -> None:
+        self._store, self._keys = fleet_store(store), keys
         self._ids = engine_ids(rollouts, engines_per_rank)
         self._lease_timeout_s = lease_timeout_s
         self._leases = {str(rank): LeaseWatch() for rank in range(rollouts)}
@@ -105,8 +110,8 @@ class Fleet:
         if time.monotonic() - self._read_at > max_age_s:
             found = self._read([f"{kind}/{name}" for name in self._ids for kind in ("engine", "load")]
                                + [f"lease/{rank}" for rank in self._leases])
-            self._records = [_record(found[f"engine/{name}"], found.get(f"load/{name}")) for name in self._ids
-                             if f"engine/{name}" in found]
+            self._records = [replace(_record(found[f"engine/{name}"], found.get(f"load/{name}")), keys=self._keys)
+                             for name in self._ids if f"engine/{name}" in found]
             for rank, lease in self._leases.items():
                 lease.observe(int(found.get(f"lease/{rank}", 0)))
             self._read_at = time.monotonic()

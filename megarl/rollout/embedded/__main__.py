@@ -13,6 +13,7 @@ import time
 # once, so it must be set before torch is imported; a value of the user's own is respected.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+from megarl.cluster.keys import Keys  # noqa: E402
 from megarl.errors import UserMistake, run_main  # noqa: E402
 from megarl.model.hf_config import HFConfig  # noqa: E402
 
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> None:
     Raises:
         UserMistake: the checkpoint cannot be served, or the address is taken.
     """
-    begun, arguments = time.monotonic(), _arguments(argv)
+    begun, arguments, keys = time.monotonic(), _arguments(argv), Keys.from_env(os.environ)
     if arguments.parent_pid is not None:
         _end_with(arguments.parent_pid)
     bound = _bind(arguments.host, arguments.port)
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> None:
     import torch  # not above: a mistake found so far is told at once
     import uvicorn
 
+    from megarl.rollout.embedded.auth import RequireKeys
     from megarl.rollout.embedded.decoder import Decoder
     from megarl.rollout.embedded.engine import Engine
     from megarl.rollout.embedded.requests import Limits
@@ -107,7 +109,7 @@ def main(argv: list[str]) -> None:
                           arguments.weight_version)
     engine = Engine(scheduler, WeightUpdater(weights, arguments.update_timeout))
     engine.start()
-    app = Server(engine, weights, limits, text, arguments.model_path).app()
+    app = RequireKeys(Server(engine, weights, limits, text, arguments.model_path).app(), keys)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
     bound.listen(2048)  # a connection that reads the next line and comes before uvicorn is ready waits
     print(f"serving {arguments.model_path} on http://{arguments.host}:{bound.getsockname()[1]} "
