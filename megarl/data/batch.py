@@ -19,6 +19,7 @@ import torch
 from megarl.config.layout import Layout
 from megarl.data.packing import padded
 from megarl.data.ragged import SampleBatch, offsets, ranges
+from megarl.data.routing import ReplayShare
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class PackedBatch:
         samples: int64 [sequences], the number of each sequence's sample in the experience.
         per_token: float32 [T_local] each, 0 where mask_t is False. `lag`: by how many versions the weights that sampled
             the token are older than those of this experience.
+        experts: by number of the model's layer, uint8 or uint16 [tokens here, k]: where to route this rank's tokens
+            (its share under sequence parallelism), the largest number of the type where a token is free. Those of an
+            engine from the start, or what a pass over the batch recorded; {}: all tokens are free.
         cp_size, cp_rank: context parallelism.
     """
 
@@ -51,6 +55,7 @@ class PackedBatch:
     max_seqlen: int
     samples: torch.Tensor
     per_token: dict[str, torch.Tensor] = field(default_factory=dict)
+    experts: dict[int, torch.Tensor] = field(default_factory=dict)
     cp_size: int = 1
     cp_rank: int = 0
 
@@ -64,12 +69,14 @@ class PackedBatch:
         moved = {one.name: getattr(self, one.name).to(device, non_blocking=True) for one in fields(self)
                  if isinstance(getattr(self, one.name), torch.Tensor) and one.name != "cu_seqlens"}
         per_token = {name: value.to(device, non_blocking=True) for name, value in self.per_token.items()}
-        return replace(self, per_token=per_token, **moved)
+        experts = {layer: value.to(device, non_blocking=True) for layer, value in self.experts.items()}
+        return replace(self, per_token=per_token, experts=experts, **moved)
 
 
 def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layout: Layout, *, cp_rank: int = 0,
                 numbers: np.ndarray | None = None, per_token: Mapping[str, np.ndarray] | None = None,
-                per_sample: Mapping[str, np.ndarray] | None = None, pad_token: int = 0) -> PackedBatch:
+                per_sample: Mapping[str, np.ndarray] | None = None, pad_token: int = 0,
+                replay: ReplayShare | None = None) -> PackedBatch:
     """Pack the samples at `indices` for one context-parallel rank; CPU tensors.
 
     Without samples the result is a *filler*: layout.pack_multiple tokens of tail padding, the smallest pack that every
@@ -84,6 +91,7 @@ def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layou
         per_token: name -> [sum of samples.response_lengths], one value per response token, flat in order of rows.
         per_sample: name -> [len(samples)], one value for all response tokens of a sample.
         pad_token: token id of padding.
+        replay: which of the samples' experts this rank needs; None: none.
     """
     rows = np.asarray(indices, np.int64)
     prompt, response = samples.prompt_lengths[rows], samples.response_lengths[rows]
@@ -119,12 +127,17 @@ def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layou
         whole[answers] = value[trained]
         return share(whole)
 
+    experts = {}
+    if replay is not None:
+        whole = np.full((total, *samples.experts.shape[1:]), replay.shape.free, replay.shape.dtype)
+        whole[real] = samples.experts[source]
+        experts = {layer: torch.from_numpy(chosen) for layer, chosen in replay.cut(whole[mine]).items()}
     return PackedBatch(
         tokens_t=share(tokens), positions_t=share(np.arange(total) - bounds[entry]), labels_t=share(labels),
         mask_t=share(mask), padding_t=share(padding), sequence_t=share(entry),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)), max_seqlen=int(np.diff(bounds).max()),
         samples=torch.from_numpy(rows if numbers is None else np.asarray(numbers, np.int64)[rows]),
-        per_token={name: placed(value) for name, value in responses.items()},
+        per_token={name: placed(value) for name, value in responses.items()}, experts=experts,
         cp_size=layout.context, cp_rank=cp_rank)
 
 

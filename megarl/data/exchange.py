@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megarl.cluster import device
 from megarl.cluster.groups import Groups, from_leader
 from megarl.data.ragged import META_COLUMNS, SampleBatch
+from megarl.data.routing import RoutingShape
 from megarl.data.table import SampleTable
 
 
@@ -40,8 +41,8 @@ def gather_table(local: SampleBatch | None, groups: Groups) -> SampleTable:
                        truncated=column[7].astype(bool), owner=owner[order], row=row[order])
 
 
-def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, groups: Groups
-             ) -> tuple[SampleBatch, np.ndarray]:
+def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, groups: Groups,
+             routing: RoutingShape | None = None) -> tuple[SampleBatch, np.ndarray]:
     """Move every sample to the data-parallel rank that trains it. Collective over the trainers.
 
     Args:
@@ -49,6 +50,7 @@ def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, 
         table: of the experience.
         target: int64 [N], the dp coordinate that trains each sample; -1 for nobody.
         groups: this trainer's groups.
+        routing: of the model, if the engine's routing is replayed: the samples' experts go along.
 
     Returns:
         (samples of this rank's block, equal on all of its ranks; their numbers in the table, ascending).
@@ -61,20 +63,28 @@ def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, 
             torch.empty(tokens, dtype=torch.int64, device=where),
             torch.empty(answers, dtype=torch.float32, device=where),
             torch.empty(answers, dtype=torch.int32, device=where))
+    if routing:
+        wire = (*wire, torch.empty(tokens, routing.token_bytes, dtype=torch.uint8, device=where))
     if groups.is_leader:
-        outgoing = [local.select(table.row[(table.owner == groups.dp) & (target == to)]).to_wire()
-                    for to in range(groups.layout.data)]
+        parcels = [local.select(table.row[(table.owner == groups.dp) & (target == to)])
+                   for to in range(groups.layout.data)]
+        outgoing = [(*parcel.to_wire(), *((parcel.experts_to_wire(routing),) if routing else ()))
+                    for parcel in parcels]
         for part in range(len(wire)):
             sent = torch.cat([parts[part] for parts in outgoing]).to(where)
             dist.all_to_all_single(wire[part], sent, _incoming(table, target, groups, part),
                                    [len(parts[part]) for parts in outgoing], group=groups.leaders)
-    arrived = SampleBatch.from_wire(*(from_leader(tensor, groups) for tensor in wire))
+    received = [from_leader(tensor, groups) for tensor in wire]
+    arrived = SampleBatch.from_wire(*received[:4])
+    if routing:
+        arrived = arrived.with_experts(received[4], routing)
     order = np.argsort(numbers)
     return arrived.select(order), numbers[order]
 
 
 def _incoming(table: SampleTable, target: np.ndarray, groups: Groups, part: int) -> list[int]:
     """How many entries of wire tensor `part` arrive here from each leader."""
-    per_sample = (np.ones_like(table.row), table.lengths, table.response_tokens, table.response_tokens)[part]
+    per_sample = (np.ones_like(table.row), table.lengths, table.response_tokens, table.response_tokens,
+                  table.lengths)[part]
     mine = target == groups.dp
     return [int(per_sample[mine & (table.owner == owner)].sum()) for owner in range(groups.layout.data)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from megarl.data import routing
+from megarl.data.routing import RoutingShape
 from megarl.data.sample import Group
 
 META_COLUMNS = 8  # position, n, part, prompt tokens, response tokens, trained tokens, reward's bits, truncated
@@ -39,6 +41,8 @@ class SampleBatch:
         part: int64 [N], piece of an episode; zeros if not given.
         versions: int32 [sum of response_lengths], the number of the weights that sampled each response token, -1 for
             one that is not trained on; zeros if not given.
+        experts: uint8 or uint16 [sum of lengths, MoE layers, k] (see `data.routing`); None where the engine's routing
+            is not replayed.
     """
 
     position: np.ndarray
@@ -51,6 +55,7 @@ class SampleBatch:
     truncated: np.ndarray
     part: np.ndarray | None = None
     versions: np.ndarray | None = None
+    experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.part is None:
@@ -66,6 +71,9 @@ class SampleBatch:
                 len(self.logprobs) == len(self.versions) == self.response_lengths.sum()):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} log-probs and {len(self.versions)} "
                              f"versions for lengths that sum to {self.lengths.sum()} and {self.response_lengths.sum()}")
+
+        if self.experts is not None and len(self.experts) != len(self.tokens):
+            raise ValueError(f"{len(self.experts)} rows of experts for {len(self.tokens)} tokens")
 
     def __len__(self) -> int:
         return len(self.position)
@@ -101,7 +109,8 @@ class SampleBatch:
             rewards=column([np.nan if s.reward is None else s.reward for s in samples], np.float64),
             truncated=column([s.finish == "length" for s in samples], np.bool_),
             part=column([s.part for s in samples], np.int64),
-            versions=flat([s.token_versions() for s in samples], np.int32))
+            versions=flat([s.token_versions() for s in samples], np.int32),
+            experts=routing.flattened([(s.experts, s.length) for s in samples]))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
         """The samples at `indices`, in that order."""
@@ -110,7 +119,8 @@ class SampleBatch:
         response = ranges(offsets(self.response_lengths)[rows], self.response_lengths[rows])
         return SampleBatch(self.position[rows], self.n[rows], self.prompt_lengths[rows], self.response_lengths[rows],
                            self.tokens[tokens], self.logprobs[response], self.rewards[rows], self.truncated[rows],
-                           self.part[rows], self.versions[response])
+                           self.part[rows], self.versions[response],
+                           None if self.experts is None else self.experts[tokens])
 
     def to_wire(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Plain tensors for a collective: meta int64 [N, META_COLUMNS], tokens int64, log-probs float32, versions int32
@@ -123,6 +133,20 @@ class SampleBatch:
                          self.trained_lengths, self.rewards.view(np.int64), self.truncated.astype(np.int64)), axis=1)
         return (torch.from_numpy(meta), torch.from_numpy(self.tokens.astype(np.int64)),
                 torch.from_numpy(self.logprobs.copy()), torch.from_numpy(self.versions.copy()))
+
+    def experts_to_wire(self, shape: RoutingShape) -> torch.Tensor:
+        """The experts as bytes, uint8 [sum of lengths, shape.token_bytes]; all free if they are not known."""
+        whole = self.experts
+        if whole is None:
+            whole = np.full((len(self.tokens), len(shape.moe_layers), shape.top_k), shape.free, shape.dtype)
+        if whole.shape[1:] != (len(shape.moe_layers), shape.top_k) or whole.dtype != shape.dtype:
+            raise ValueError(f"experts are {whole.dtype} {whole.shape}, the model's {shape}")
+        return torch.from_numpy(np.ascontiguousarray(whole).view(np.uint8).reshape(len(whole), shape.token_bytes))
+
+    def with_experts(self, wire: torch.Tensor, shape: RoutingShape) -> SampleBatch:
+        """The same samples with the experts of `experts_to_wire`."""
+        flat = np.ascontiguousarray(wire.cpu().numpy()).view(shape.dtype)
+        return replace(self, experts=flat.reshape(-1, len(shape.moe_layers), shape.top_k))
 
     @classmethod
     def from_wire(cls, meta: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor,

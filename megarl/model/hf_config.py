@@ -66,6 +66,11 @@ class HFConfig:
     raw: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     path: str = ""
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(range(self.layers)) if self.experts else ()
+
     @classmethod
     def read(cls, path: str | Path) -> HFConfig:
         """Read `path`/config.json (and generation_config.json where there is one).

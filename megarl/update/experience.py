@@ -17,6 +17,7 @@ from megarl.data.batch import PackedBatch, build_batch
 from megarl.data.buffer import Taken
 from megarl.data.exchange import exchange
 from megarl.data.packing import PackingPlan
+from megarl.data.routing import ReplayShare
 from megarl.data.table import SampleTable, cut_minibatches, plan_minibatch
 from megarl.objective.advantages import group_advantages, overlong_punishment, token_weights
 from megarl.objective.kl import kl_estimate
@@ -69,7 +70,7 @@ class Experience:
 
     @classmethod
     def build(cls, taken: Taken, step: int, config: Config, objective: Objective, groups: Groups,
-              pace: Pace, pad_token: int) -> Experience:
+              pace: Pace, pad_token: int, replay: ReplayShare | None = None) -> Experience:
         """Plan the packing, move the samples, build this rank's micro-batches. Collective over the trainers.
 
         Args:
@@ -78,6 +79,7 @@ class Experience:
             config, objective, groups: the run.
             pace: chooses schedules and orders micro-batches.
             pad_token: token id of padding.
+            replay: of the engines' routing, what this rank needs; None: nothing.
         """
         table, layout = taken.table, groups.layout
         trained = (table.trained_tokens > 0) & ~(table.truncated & objective.mask_truncated)
@@ -90,12 +92,12 @@ class Experience:
             for rank, bins in enumerate(plan.bins):
                 for rows in bins:
                     target[members[rows]] = rank
-        samples, numbers = exchange(taken.local, table, target, groups)
+        samples, numbers = exchange(taken.local, table, target, groups, replay.shape if replay else None)
         minibatches = []
         for members, (schedule, plan, bubble) in zip(parts, arranged, strict=True):
             batches = [build_batch(samples, np.searchsorted(numbers, members[rows]), layout, cp_rank=groups.cp,
                                    numbers=numbers, per_token={"lag": step - samples.versions},
-                                   pad_token=pad_token).to(device.current())
+                                   pad_token=pad_token, replay=replay).to(device.current())
                        for rows in plan.bins[groups.dp]]
             minibatches.append(Minibatch(members, batches, int(table.lengths[members].sum()),
                                          int(table.trained_tokens[members].sum()), plan, schedule, bubble))

@@ -24,6 +24,10 @@ def _groups(count: int) -> list[Group]:
                           "length" if n == 1 else "stop", reward=position + n / 4, part=n // 2,
                           versions=[("g:5", 0, 1), (f"g:{position}", 1, 4)],
                           trained=np.arange(1 + (position + n) % 4) != 2 * n) for n in range(3)]
+        for sample in samples:
+            rows = 0 if sample.n == 2 else sample.length - 1
+            chosen = np.arange(rows * 6) % 97 + 256 * sample.n + position
+            sample.experts = chosen.astype(np.uint16).reshape(rows, 3, 2)
         made.append(Group(prompt, samples))
     return made
 
@@ -34,6 +38,7 @@ def _move(rank: int) -> list[str]:
     from megarl.cluster.groups import make_groups
     from megarl.data.exchange import exchange, gather_table
     from megarl.data.ragged import SampleBatch
+    from megarl.data.routing import RoutingShape
 
     wrong = []
     everything = _groups(7)
@@ -52,14 +57,16 @@ def _move(rank: int) -> list[str]:
             wrong.append(f"{layout}: parts {table.part}, trained {table.trained_tokens}")
         target = np.array([(3 * i + i // 5) % layout.data for i in range(len(table))])
         target[4] = -1
-        samples, numbers = exchange(local, table, target, groups)
+        samples, numbers = exchange(local, table, target, groups, RoutingShape(4, (1, 2, 3), 1000, 2))
         if numbers.tolist() != np.flatnonzero(target == groups.dp).tolist():
             wrong.append(f"{layout}: numbers {numbers}")
         truth = truth.select(numbers)
         for name in ("position", "n", "prompt_lengths", "response_lengths", "tokens", "logprobs", "rewards",
-                     "truncated", "part", "versions"):
+                     "truncated", "part", "versions", "experts"):
             if not np.array_equal(getattr(samples, name), getattr(truth, name)):
                 wrong.append(f"{layout}: {name} {getattr(samples, name)}")
+        if exchange(local, table, target, groups)[0].experts is not None:
+            wrong.append(f"{layout}: experts were moved although nobody asked")
         parallel_state.destroy_model_parallel()
     return wrong
 
