@@ -1,0 +1,255 @@
+"""One episode: everything that the model is asked in it, as token ids, glued into as few samples as the tokens allow.
+
+Each call gives the whole conversation so far as messages. Where they begin with a conversation that was answered
+before, its ids and the sampled ids are kept and only the new messages are rendered (`chat.Chat.extend`); the call
+then goes on in the same *piece*. Where they do not, where the template changes what stands before, or where another
+call went on from there already, a new piece begins. Its prompt may repeat what earlier pieces sampled: as context, so
+every sampled token is trained on exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megarl.data.sample import Prompt, Sample, sample_seed
+from megarl.rollout.environments.chat import Chat, Message, Rendered, Said
+from megarl.rollout.environments.protocol import Action, NoRoom
+from megarl.rollout.protocol import Completion
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One call to the engines.
+
+    Attributes:
+        ids: int32 [tokens], the prompt.
+        seed: of the sampling.
+        max_tokens: to sample at most.
+        stop: stop strings beside the config's.
+        name: for the request's id and messages.
+    """
+
+    ids: np.ndarray
+    seed: int
+    max_tokens: int
+    stop: tuple[str, ...]
+    name: str
+
+
+Complete = Callable[[Ask], Awaitable[Completion | None]]
+
+
+class EnginesFailed(Exception):
+    """No engine gave a completion, after all retries."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of tokens: of a piece, prompt and response together; of its response, observations included; of one turn."""
+
+    total: int
+    response: int
+    turn: int
+
+
+@dataclass
+class Piece:
+    """A sequence that grows at its end.
+
+    Attributes:
+        prompt_ids: int32 [tokens], what the first call was asked.
+        parts: what came since: (ids, log-probs or None for context, version spans of the part).
+    """
+
+    prompt_ids: np.ndarray
+    parts: list[tuple[np.ndarray, np.ndarray | None, list[tuple[str, int, int]]]] = field(default_factory=list)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens after the prompt."""
+        return sum(len(ids) for ids, _, _ in self.parts)
+
+    def response(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[str, int, int]]]:
+        """Ids int32, log-probs float32, trained bool, all [tokens], and the version spans of the sampled ones."""
+        spans, start = [], 0
+        for ids, _, made in self.parts:
+            spans += [(version, start + begin, start + end) for version, begin, end in made]
+            start += len(ids)
+        return (np.concatenate([ids for ids, _, _ in self.parts]).astype(np.int32),
+                np.concatenate([np.zeros(len(ids), np.float32) if logprobs is None else logprobs
+                                for ids, logprobs, _ in self.parts]),
+                np.concatenate([np.full(len(ids), logprobs is not None) for ids, logprobs, _ in self.parts]), spans)
+
+
+@dataclass
+class Turn:
+    """One reply of the model: tokens [start, end) of the response of a piece, and what it earned."""
+
+    piece: int
+    start: int
+    end: int
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answered call.
+
+    Attributes:
+        message: what the model said, as an OpenAI message.
+        action: the same, taken apart.
+        completion: ids and log-probs as the engine gave them.
+        prompt_tokens: of the call.
+        turn: its place among the episode's tokens; the reward is set there.
+    """
+
+    message: Message
+    action: Action
+    completion: Completion
+    prompt_tokens: int
+    turn: Turn
+
+
+@dataclass
+class _Node:
+    """A conversation that was answered: where another call may go on from.
+
+    Attributes:
+        heard: its messages, the reply included, reduced to what they say.
+        messages, prompt, said, tools: what was asked and answered.
+        piece: whose end the reply is, as long as `free`.
+        free: no call has gone on from here.
+    """
+
+    heard: list[str]
+    messages: list[Message]
+    prompt: Rendered
+    said: Said
+    tools: list[Message]
+    piece: int
+    free: bool = True
+
+
+class Episode:
+    """See the module.
+
+    Args:
+        chat: of the model.
+        complete: asks the engines.
+        limits: in tokens.
+        seed: of the episode; call k samples with `sample_seed(seed, k, 0)`.
+        name: of the episode, in request ids.
+    """
+
+    def __init__(self, chat: Chat, complete: Complete, limits: Limits, seed: int, name: str) -> None:
+        self._chat, self._complete, self._limits = chat, complete, limits
+        self._seed, self._name, self._calls = seed, name, 0
+        self._nodes: list[_Node] = []
+        self.pieces: list[Piece] = []
+        self.turns: list[Turn] = []
+        self.out_of_room = False
+
+    async def ask(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, max_tokens: int | None = None,
+                  stop: Sequence[str] = ()) -> Reply:
+        """The model's reply to a conversation.
+
+        Args:
+            messages: the whole conversation, oldest first.
+            tools: definitions that the model may call.
+            max_tokens: to sample at most; what the limits leave if not given.
+            stop: further stop strings.
+        Raises:
+            NoRoom: the limits leave no token.
+            EnginesFailed: no engine answered.
+            UserMistake, MachineFault: as the engines raise them; the run ends.
+        """
+        messages, tools = list(messages), list(tools)
+        node, prompt, goes_on = self._prompt(messages, tools)
+        piece = self.pieces[node.piece] if goes_on else Piece(prompt.ids)
+        context = prompt.ids[len(piece.prompt_ids) + piece.response_tokens:]
+        room = min(self._limits.total - len(prompt.ids), self._limits.turn, max_tokens or self._limits.turn,
+                   self._limits.response - piece.response_tokens - len(context))
+        if room < 1:
+            self.out_of_room = True
+            raise NoRoom(f"a conversation of {len(prompt.ids)} tokens leaves no room for a reply")
+        self._calls += 1
+        ask = Ask(prompt.ids, sample_seed(self._seed, self._calls - 1, 0), room, tuple(stop),
+                  f"{self._name}/{self._calls - 1}")
+        if goes_on:
+            node.free = False
+        try:
+            completion = await self._complete(ask)
+        except BaseException:
+            if goes_on:
+                node.free = True
+            raise
+        if completion is None:
+            if goes_on:
+                node.free = True
+            raise EnginesFailed(f"no engine answered {ask.name}")
+        return self._record(messages, tools, prompt, completion, node.piece if goes_on else None, piece, context)
+
+    def _prompt(self, messages: list[Message], tools: list[Message]) -> tuple[_Node | None, Rendered, bool]:
+        """(node gone on from, prompt, whether it goes on at the end of the node's piece)."""
+        heard = [_heard(message) for message in messages]
+        known = [node for node in self._nodes
+                 if len(node.heard) < len(heard) and node.heard == heard[:len(node.heard)] and node.tools == tools]
+        if not known:
+            return None, self._chat.open(messages, tools), False
+        node = max(known, key=lambda one: (len(one.heard), one.free))
+        prompt, kept = self._chat.extend(node.prompt, node.messages, node.said, messages[len(node.heard):], tools)
+        return node, prompt, kept and node.free
+
+    def _record(self, messages: list[Message], tools: list[Message], prompt: Rendered, completion: Completion,
+                number: int | None, piece: Piece, context: np.ndarray) -> Reply:
+        if number is None:
+            number = len(self.pieces)
+            self.pieces.append(piece)
+        if len(context):
+            piece.parts.append((context, None, []))
+        start = piece.response_tokens
+        piece.parts.append((completion.response_ids, completion.logprobs, completion.versions))
+        turn = Turn(number, start, start + len(completion.response_ids))
+        self.turns.append(turn)
+        said = self._chat.read(completion.response_ids, tools, key=sample_seed(self._seed, self._calls, 1))
+        heard = [_heard(message) for message in (*messages, said.message)]
+        self._nodes.append(_Node(heard, messages, prompt, said, tools, number))
+        action = Action(said.text, said.parsed.content, said.parsed.calls, said.parsed.errors, completion.finish,
+                        len(completion.response_ids))
+        return Reply(said.message, action, completion, len(prompt.ids), turn)
+
+    def samples(self, prompt: Prompt, n: int, finish: str, text: str) -> list[Sample]:
+        """One sample per piece; they share (position, n), and how the episode ended.
+
+        A piece's prompt takes the place of the data's in `Sample.prompt`.
+        """
+        found = []
+        for part, piece in enumerate(self.pieces):
+            ids, logprobs, trained, versions = piece.response()
+            found.append(Sample(replace(prompt, token_ids=piece.prompt_ids), n, self._seed, ids, logprobs, finish, text,
+                                versions, part=part, trained=None if trained.all() else trained))
+        return found
+
+
+def _heard(message: Message) -> str:
+    """What a message says, as text to compare: other keys that clients add or leave out do not count."""
+    content = message.get("content")
+    if isinstance(content, list):  # OpenAI's content parts
+        content = "".join(part.get("text", "") if part.get("type") == "text" else json.dumps(part, sort_keys=True)
+                          for part in content)
+    calls: list[Any] = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", {})
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                pass
+        calls.append([function.get("name"), arguments])
+    return json.dumps([message.get("role"), content or "", calls], sort_keys=True, ensure_ascii=False)
