@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +30,11 @@ from megarl.pipeline import trace
 from megarl.pipeline.trace import Span
 from megarl.reward.pool import RewardPool
 from megarl.reward.registry import Term, term_keys
+from megarl.rollout.dispatch import Decision, Dispatcher, Draws, wait_for_decision
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
-from megarl.rollout.generate import Collected, Generator
+from megarl.rollout.generate import Generator
+from megarl.rollout.ledger import Announcements
 from megarl.rollout.protocol import format_version
 from megarl.rollout.records import write_rollouts
 from megarl.sync.publish import WeightPublisher
@@ -51,6 +53,41 @@ class Sampling:
 
 
 @dataclass
+class Course:
+    """What this trainer has to do with the sampling of training groups, beside taking them.
+
+    Attributes:
+        ear: what trainer 0 announces.
+        dispatcher: on trainer 0.
+        generator: on leaders.
+    """
+
+    ear: Announcements
+    dispatcher: Dispatcher | None
+    generator: Generator | None
+
+    def open(self, step: int, version: str) -> None:
+        """Let `step` be sampled by the weights `version`, which the engines have."""
+        if self.dispatcher is not None:
+            self.dispatcher.open(step, version)
+
+    def hold(self) -> None:
+        """Let what is under way end, and nothing begin, until `open`."""
+        if self.dispatcher is not None:
+            self.dispatcher.hold(self._alive)
+
+    def decide(self, step: int) -> Decision:
+        """What all trainers do next for `step`."""
+        if self.dispatcher is not None:
+            self.dispatcher.decide(step, self._alive)
+        return wait_for_decision(self.ear, self._alive)
+
+    def _alive(self) -> None:
+        if self.generator is not None:
+            self.generator.check()
+
+
+@dataclass
 class Trainer:
     """One trainer rank's parts. Every method is collective over the trainers.
 
@@ -59,6 +96,7 @@ class Trainer:
         progress: how far it is.
         version: of the weights the engines hold.
         meet: waits for all trainers, however long some take.
+        course: of the sampling.
         buffer: where experiences come from.
         report: metrics and console (written by trainer 0).
     """
@@ -70,6 +108,7 @@ class Trainer:
     objective: Objective
     policy: Policy
     meet: Meeting
+    course: Course
     checkpoints: Checkpoints
     publisher: WeightPublisher
     buffer: ExperienceBuffer
@@ -83,7 +122,7 @@ class Trainer:
         """Pack a step's samples and move them to the ranks that train them."""
         pace = self.policy.pace
         found = Experience.build(taken, self.progress.step, self.config, self.objective, self.groups, pace,
-                                 self.pad_token)
+                                 self.pad_token, self.policy.replay)
         for note in pace.news():
             self.report.say(f"pipeline: {note}")
         oversized = sum(len(minibatch.plan.oversized) for minibatch in found.minibatches)
@@ -117,7 +156,11 @@ class Trainer:
     def publish(self) -> None:
         """Give the engines the present weights; their version is the number of finished steps."""
         self.version = format_version(self.control.generation, self.progress.step)
+        if self.config.rollout.on_update == "finish":
+            self.course.hold()
+            self.meet()
         sent = self.publisher.publish(self.version)
+        self.course.open(self.progress.step, self.version)
         self.report.add({"sync/megabytes": sent.bytes / 1e6, "sync/engines": len(sent.engines)})
 
     def evaluate(self) -> None:
@@ -192,13 +235,13 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
                            "implementation": policy.chunks[0].implementation, "resumed": str(newest or "no")}))
         for key, (before, now) in checkpoints.changed.items():
             report.say(f"changed since {newest.name}: {key} was {before}, is {now}")
-        sampling = None
+        sampling, draws = None, Draws(progress.unfinished, progress.position)
         if groups.is_leader:
             pool = stack.enter_context(RewardPool(config.reward))
             prompts = stack.enter_context(PromptStream(config.data, tokenizer, config.run.seed,
                                                        start=progress.position))
             generator = Generator(
-                config, prompts, _fleet(config, control), control.store, generation=control.generation,
+                config, prompts, _fleet(config, control), control.store, draws, generation=control.generation,
                 leader_index=groups.dp, leaders=layout.data, vocab_size=hf.vocab, decode=decoder(tokenizer),
                 score=pool.score_group, keep=has_signal if objective.dynamic_sampling else None)
             stack.callback(generator.close)
@@ -213,8 +256,11 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
         publisher = WeightPublisher(policy.chunks, hf, config, address=control.address,
                                     generation=control.generation, fleet=fleet)
         stack.callback(publisher.close)
-        buffer = ExperienceBuffer(_collector(config, sampling), groups, _term_names(config), meet)
-        yield Trainer(config, run_dir, control, groups, objective, policy, meet, checkpoints, publisher, buffer,
+        course = Course(Announcements(control.store), Dispatcher(config, control.store, draws) if fleet else None,
+                        sampling.generator if sampling else None)
+        buffer = ExperienceBuffer(sampling.generator.take if sampling else None, course.decide, groups,
+                                  _term_names(config), config.rollout.max_lag)
+        yield Trainer(config, run_dir, control, groups, objective, policy, meet, course, checkpoints, publisher, buffer,
                       sampling, report, progress, tokenizer.pad_token_id or 0)
         dist.barrier()
     dist.destroy_process_group()  # not after a failure: peers may be gone, and waiting for them would hide it
@@ -223,14 +269,6 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
 def _fleet(config: Config, control: Control) -> Fleet:
     return Fleet(control.store, config.cluster.rollouts, config.rollout.engines_per_rank,
                  config.cluster.lease_timeout_s)
-
-
-def _collector(config: Config, sampling: Sampling | None) -> Callable[[int, int, str], Collected] | None:
-    """A leader's part of a step, as the buffer calls it."""
-    if sampling is None:
-        return None
-    need = config.data.prompts_per_step
-    return lambda step, position, version: sampling.generator.collect(step, position, need, version=version)
 
 
 def _term_names(config: Config) -> list[str]:

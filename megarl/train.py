@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def train(config: Config, trainer: Trainer) -> None:
     """Sample, score, learn, publish; until the run's steps are done.
 
-    One step: the leaders have the engines answer the step's prompts and score the answers (Taken); a packing plan,
+    One step: take scored answers of the engines, which go on sampling meanwhile as far ahead as rollout.max_lag allows
+    (Taken; the leaders have them, one for each data-parallel rank); a packing plan,
     computed by every rank from the same table, says who trains what, and the samples move there (Experience, its
     Minibatches and PackedBatches); log-probs with the weights as they are; advantages; one optimizer step for each
     minibatch; the new weights go to the engines.
@@ -32,7 +33,7 @@ def train(config: Config, trainer: Trainer) -> None:
         report.step(0)
     while trainer.progress.step < config.run.steps:
         with report.phases("rollout"):
-            taken = trainer.buffer.take(trainer.progress.step, trainer.progress.position, trainer.version)
+            taken = trainer.buffer.take(trainer.progress.step)
             trainer.record(taken)
         with report.phases("logprobs"):
             experience = trainer.experience(taken)
@@ -43,7 +44,8 @@ def train(config: Config, trainer: Trainer) -> None:
             experience.set_advantages()
         with report.phases("update"):
             updates = [trainer.update(minibatch) for minibatch in experience.passes()]
-        trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1, position=taken.next_position)
+        trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1, position=taken.position,
+                                   unfinished=taken.unfinished)
         with report.phases("publish"):
             trainer.publish()
         if trainer.due(config.checkpoint.every):

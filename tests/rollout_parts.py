@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,20 +13,24 @@ from scripted_engine import VOCAB, ScriptedEngine, Serving
 
 from megarl.config.schema import Config
 from megarl.data.sample import Prompt
+from megarl.rollout.dispatch import Decision, Dispatcher, Draws, wait_for_decision
 from megarl.rollout.fleet import EngineRecord, Fleet, Registrar
 from megarl.rollout.generate import Collected, Generator
+from megarl.rollout.ledger import Announcements
 from megarl.rollout.protocol import format_version
 
 GENERATION = "test.0.abc"
-VERSION = format_version(GENERATION, 3)
+VERSION = format_version(GENERATION, 0)
 SEED = 17
 
 
-def make_config(model: str = "none", *, rollout: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None,
-                objective: dict[str, Any] | None = None, sglang: dict[str, Any] | None = None) -> Config:
-    """A config with fast failure; sections given are laid over it."""
+def make_config(model: str = "none", *, need: int = 4, rollout: dict[str, Any] | None = None,
+                cluster: dict[str, Any] | None = None, objective: dict[str, Any] | None = None,
+                sglang: dict[str, Any] | None = None) -> Config:
+    """A config with fast failure and `need` prompts a step; sections given are laid over it."""
     return Config.model_validate({
-        "run": {"seed": SEED}, "model": {"path": model, "dtype": "fp32"}, "data": {"sources": [{"path": "none"}]},
+        "run": {"seed": SEED}, "model": {"path": model, "dtype": "fp32"},
+        "data": {"sources": [{"path": "none"}], "prompts_per_step": need},
         "reward": {"terms": [{"name": "exact"}]}, "objective": objective or {},
         "sglang": sglang or {},
         "cluster": {"lease_timeout_s": 30.0, **(cluster or {})},
@@ -56,11 +59,12 @@ class Stage:
         engines: one per rollout rank.
         leaders: how many generators.
         config: as `make_config`.
+        start: position of the first prompt.
         generator: further arguments of every Generator.
     """
 
     def __init__(self, engines: Iterable[ScriptedEngine], leaders: int = 1, config: Config | None = None,
-                 **generator: Any) -> None:
+                 start: int = 0, **generator: Any) -> None:
         self._exits = ExitStack()
         self.engines = list(engines)
         self.store = new_store()
@@ -71,12 +75,14 @@ class Stage:
         for registrar, record in zip(self.registrars, self.records, strict=True):
             registrar.beat()
             registrar.write(record)
-        self.fleet = self.new_fleet(config)
+        self.fleet, self.synced = self.new_fleet(config), list(self.records)
         self.sync(VERSION)
+        draws = Draws(position=start)
         self.generators = [
-            Generator(config, NumberedPrompts(), self.new_fleet(config), self.store, generation=GENERATION,
+            Generator(config, NumberedPrompts(), self.new_fleet(config), self.store, draws, generation=GENERATION,
                       leader_index=leader, leaders=leaders, vocab_size=VOCAB, decode=lambda ids: f"<{ids}>",
                       **generator) for leader in range(leaders)]
+        self.dispatcher, self.ear = Dispatcher(config, self.store, draws), Announcements(self.store)
 
     def new_fleet(self, config: Config) -> Fleet:
         """A reader of the registry, as each leader has one."""
@@ -86,14 +92,25 @@ class Stage:
         """As a publish of weights to all engines."""
         for engine in self.engines:
             engine.version = version
-        self.fleet.mark_synced(version, self.records)
+        self.fleet.mark_synced(version, [record for record in self.records if record in self.synced])
 
-    def collect(self, step: int, start: int, need: int, version: str = VERSION) -> list[Collected]:
-        """`collect` by all leaders at once."""
-        with ThreadPoolExecutor(len(self.generators)) as threads:
-            calls = [threads.submit(generator.collect, step, start, need, version=version)
-                     for generator in self.generators]
-            return [call.result() for call in calls]
+    def alive(self) -> None:
+        """Raise what ended a leader's generation."""
+        for generator in self.generators:
+            generator.check()
+
+    def decide(self, step: int) -> Decision:
+        """What trainer 0 announces for `step`, which is open."""
+        self.dispatcher.decide(step, self.alive)
+        return wait_for_decision(self.ear, self.alive)
+
+    def collect(self, step: int = 0) -> tuple[Decision, list[Collected]]:
+        """A step: published, opened, decided and taken by all leaders."""
+        version = format_version(GENERATION, step)
+        self.sync(version)
+        self.dispatcher.open(step, version)
+        decision = self.decide(step)
+        return decision, [generator.take(decision.numbers) for generator in self.generators]
 
     def __enter__(self) -> Stage:
         return self

@@ -33,12 +33,14 @@ class Progress:
 
     Attributes:
         step: experiences trained on.
-        position: prompts drawn, kept or not; the data's only state.
+        position: where the data goes on.
+        unfinished: positions before `position` that were drawn and not trained on yet; they are drawn again first.
         costs: of the pipeline's operations, as measured; {} where they are not.
     """
 
     step: int = 0
     position: int = 0
+    unfinished: tuple[int, ...] = ()
     costs: dict[str, float] = field(default_factory=dict)
 
 
@@ -133,7 +135,8 @@ class Checkpoints:
         self._optimizer.resume_at(common["updates"])
         if same_world:
             _set_random_state(state["random"])
-        return Progress(**common["progress"])
+        saved = common["progress"]
+        return Progress(**{**saved, "unfinished": tuple(saved["unfinished"])})
 
     def _state(self, progress: Progress, loading: bool, with_random: bool) -> dict[str, Any]:
         """The state dict that is saved, or the pattern into which a checkpoint is loaded."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megarl.config import files, keys, options, sglang
+from megarl.config import engines, files, keys, options, sglang
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import Origin, read
 from megarl.config.schema import Config
@@ -55,6 +55,7 @@ def check(config: Config, origin: Origin | None = None, environ: Mapping[str, st
     found.extend(options.check_megatron(config.megatron))
     late = [step for step in config.observe.trace_steps if step > config.run.steps]
     notes = [f"observe.trace_steps: the run has no step {late[0]}"] if late else []
+    found.extend(engines.check(config))
     found.extend(sglang.check(config, notes))
     layout = _collect(found, lambda: Layout.from_config(config))
     if layout:
@@ -101,8 +102,13 @@ def _rollout(config: Config) -> Iterator[UserMistake]:
                 f"{getattr(rollout, name)} truncates the distribution, but engines return log-probs from before the "
                 "truncation: importance weights would be biased", f"rollout.{name}",
                 f"leave it at {neutral}; evaluation may truncate (eval.sets.0.sampling.{name})")
-    if rollout.max_lag:
-        yield UserMistake(f"{rollout.max_lag} is not in this version", "rollout.max_lag", "use 0 (synchronous)")
+    if rollout.ahead is not None and rollout.ahead > rollout.max_lag:
+        yield UserMistake(f"what is sampled {rollout.ahead:g} steps ahead would be older than rollout.max_lag "
+                          f"({rollout.max_lag}) allows when it is trained on", "rollout.ahead",
+                          "use at most rollout.max_lag, or raise that")
+    if rollout.stop and rollout.on_update == "abort":
+        yield UserMistake("a stop string may lie across the place where an aborted answer is continued, and would not "
+                          "be seen", "rollout.on_update", "use retract, or stop at tokens (rollout.stop_token_ids)")
     if rollout.samples_per_prompt < 2:
         yield UserMistake("1 sample a group: an advantage is relative to the group's mean, so all would be 0",
                           "rollout.samples_per_prompt", "use 2 or more")

@@ -32,7 +32,7 @@ class ClusterConfig(Section):
     """Who does what. Ranks [0, trainers) train, ranks [trainers, trainers + rollouts) supervise engines."""
 
     trainers: PositiveInt = Field(1, description="ranks that train")
-    rollouts: PositiveInt = Field(1, description="ranks that supervise sampling engines")
+    rollouts: NonNegativeInt = Field(1, description="ranks that supervise sampling engines; 0: rollout.urls has all")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="of the trainers; auto: a GPU if there is one")
     store: str = Field("auto", description="control store: auto (trainer 0 hosts it) or host:port")
     timeout_s: PositiveFloat = Field(600.0, description="timeout of every collective, seconds")
@@ -72,6 +72,29 @@ class BalanceConfig(Section):
         "per-micro-batch form")
     coefficient: NonNegativeFloat = Field(1e-3, description="of the balancing loss")
     z_loss: NonNegativeFloat = Field(0.0, description="coefficient of the router z-loss (ST-MoE, eq. 5)")
+    bias_rate: NonNegativeFloat = Field(0.0, description="aux-loss-free balancing: how far an optimizer step moves the "
+                                        "bias with which experts are chosen (DeepSeek-V3: 0.001); 0: it stays")
+
+
+class CollapseConfig(Section):
+    """What happens when a layer sends most of its tokens to few experts."""
+
+    entropy: float = Field(0.0, ge=0, lt=1, description="a layer has collapsed if the entropy of its load, 1 when even, "
+                           "is below; 0 is off")
+    steps: PositiveInt = Field(3, description="optimizer steps in a row until something is done, and until more is")
+    action: Literal["warn", "raise", "freeze", "stop"] = Field(
+        "warn", description="raise: multiply balance.coefficient; freeze: the routers learn no more; stop: end the run")
+    factor: float = Field(2.0, gt=1, description="of raise")
+
+
+class MoEConfig(Section):
+    """Training of a mixture of experts, its balance apart (model.balance)."""
+
+    replay: Literal["none", "engine", "old"] = Field(
+        "none", description="route a token in training as: engine: the engine did that sampled it; old: the trainer did "
+        "for the old log-probs; none: the router would now")
+    router_lr: NonNegativeFloat = Field(1.0, description="factor of the routers' learning rate; 0: they are frozen")
+    collapse: CollapseConfig = Field(CollapseConfig(), description="alarm for uneven loads")
 
 
 class ModelConfig(Section):
@@ -137,12 +160,22 @@ class RolloutConfig(Section):
     retries: NonNegativeInt = Field(3, description="re-issues of a failed group before it is dropped and counted")
     request_timeout_s: PositiveFloat = Field(300.0, description="of one group's generation, seconds")
     groups_in_flight: PositiveInt = Field(64, description="requests at a time per data-parallel rank")
-    max_lag: NonNegativeInt = Field(0, description="weight versions an experience may be behind; 0 is synchronous")
+    max_lag: NonNegativeInt = Field(0, description="weight versions a token may be behind; 0 is synchronous")
+    ahead: NonNegativeFloat | None = Field(None, description="steps' worth of groups that may be under way beyond those "
+                                           "of the next step (over-sampling); null: max_lag")
+    on_update: Literal["retract", "in_place", "abort", "finish"] = Field(
+        "retract", description="unfinished answers at new weights; retract: go on with new keys and values; in_place: "
+        "with the old ones; abort: are asked for again from where they were; finish: end first, with the old weights")
     slots: PositiveInt = Field(64, description="embedded engine: sequences decoded together")
     start_attempts: PositiveInt = Field(3, description="starts in a row that an engine may fail before it is given up")
     no_engine_timeout_s: PositiveFloat = Field(
         60.0, description="a fault if groups or new weights wait for an engine for so long")
+    urls: list[str] = Field(default_factory=list, description="http://host:port of engines that others started")
+    gpus_per_rank: PositiveInt | None = Field(
+        None, description="GPUs of a rollout rank; an SGLang engine that needs more spans consecutive ranks")
     sglang_python: str = Field("", description="python of SGLang's own environment; empty: this one")
+    sglang_prefix: list[str] = Field(
+        default_factory=list, description="words before that python: apptainer exec, srun --container-image ...")
 
 
 class RewardTerm(Section):
@@ -309,6 +342,7 @@ class Config(Section):
     parallel: ParallelConfig = Field(ParallelConfig(), description="degrees of the trainer partition")
     pipeline: PipelineConfig = Field(PipelineConfig(), description="the order of work in a pipeline")
     model: ModelConfig = Field(description="the policy")
+    moe: MoEConfig = Field(MoEConfig(), description="training of a mixture of experts")
     data: DataConfig = Field(description="training prompts")
     rollout: RolloutConfig = Field(RolloutConfig(), description="sampling during training")
     reward: RewardConfig = Field(description="how a sample is scored")

@@ -1,7 +1,7 @@
 """The experience buffer: what the loop takes a step's samples from.
 
-Synchronous training is a lag of 0: a take then has the leaders generate the step with the weights just published, and
-returns when its last group is scored.
+Sampling goes on beside the training, as far ahead as rollout.max_lag allows. Synchronous training is a lag of 0: a take
+then returns when the last group that the weights just published were asked for is scored.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megarl.cluster import device
-from megarl.cluster.groups import Groups, from_leader, sum_named
+from megarl.cluster.groups import Groups, sum_named
 from megarl.data.exchange import gather_table
 from megarl.data.ragged import SampleBatch
 from megarl.data.sample import Group
 from megarl.data.table import SampleTable
 from megarl.errors import MachineFault, UserMistake
 
-_COUNTS = ("response_tokens", "prompt_tokens", "cached_tokens", "samples", "truncated", "retries", "dropped")
+_COUNTS = ("response_tokens", "prompt_tokens", "cached_tokens", "samples", "truncated", "retries", "resumed")
 
 
 class Report(Protocol):
@@ -39,13 +38,23 @@ class Report(Protocol):
 
 
 class Collected(Protocol):
-    """What the leaders' collection gives (see `rollout.generate.Collected`)."""
+    """What a leader gives for a step (see `rollout.generate.Collected`)."""
 
     groups: list[Group]
     filtered: list[Group]
     reports: list[Report]
-    next_position: int
     counts: dict[str, float]
+
+
+class Decision(Protocol):
+    """Which groups a step takes (see `rollout.dispatch.Decision`)."""
+
+    numbers: Sequence[int]
+    unfinished: Sequence[int]
+    position: int
+    dropped: int
+    ahead: int
+    waited_s: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Taken:
         local: this leader's scored samples; None on other ranks.
         groups: the same as groups, for records; [] on other ranks.
         table: all samples of the step, on every trainer.
-        next_position: where the data goes on.
+        position, unfinished: where the data goes on, and the positions before that are not trained on yet.
         metrics: on leaders, of all leaders; {} on other ranks.
         problems: of this leader's rewards, for the log; "" if there were none.
     """
@@ -64,7 +73,8 @@ class Taken:
     local: SampleBatch | None
     groups: list[Group]
     table: SampleTable
-    next_position: int
+    position: int
+    unfinished: tuple[int, ...]
     metrics: dict[str, float]
     problems: str = ""
 
@@ -73,40 +83,49 @@ class ExperienceBuffer:
     """Hands out experiences, one per step. Collective over the trainers.
 
     Args:
-        collect: `(step, position, version) -> Collected`, this leader's part of a step; None on other ranks.
+        take: `numbers -> Collected`, this leader's part of those groups; None on other ranks.
+        decide: `step -> Decision`, the same on all trainers; waits for the groups, however long they take.
         groups: this trainer's groups.
         terms: names of the reward terms, as in `Sample.reward_terms`.
-        meet: waits for all trainers, however long the leaders take.
+        max_lag: versions that a token may be behind.
     """
 
-    def __init__(self, collect: Callable[[int, int, str], Collected] | None, groups: Groups,
-                 terms: Sequence[str], meet: Callable[[], None]) -> None:
-        self._collect, self._groups, self._terms, self._meet = collect, groups, terms, meet
+    def __init__(self, take: Callable[[Sequence[int]], Collected] | None, decide: Callable[[int], Decision],
+                 groups: Groups, terms: Sequence[str], max_lag: int) -> None:
+        self._take, self._decide, self._groups, self._terms, self._max_lag = take, decide, groups, terms, max_lag
 
-    def take(self, step: int, position: int, version: str) -> Taken:
-        """The samples of `step`, whose prompts begin at `position`, made with weights `version`.
+    def take(self, step: int) -> Taken:
+        """The samples of `step` (from 0, the number of the weights it trains).
 
         Samples without a reward (it failed, and reward.on_error is drop) are left out.
 
         Raises:
             UserMistake: no sample of the step has a reward because rewards failed.
-            MachineFault: no sample of the step is left for another reason.
+            MachineFault: no sample of the step is left for another reason, or one is older than max_lag allows.
         """
+        decision = self._decide(step)
         local, found, metrics, problems = None, [], {}, ""
-        after = torch.zeros(1, dtype=torch.int64, device=device.current())
-        collected = self._collect(step, position, version) if self._collect is not None else None
-        self._meet()
-        if collected is not None:
+        if self._take is not None:
+            collected = self._take(decision.numbers)
             found = collected.groups
             local = SampleBatch.from_groups(found)
             local = local.select(np.flatnonzero(~np.isnan(local.rewards)))
-            after.fill_(collected.next_position)
-            metrics = self._measure(collected)
+            self._refuse_old(step, local)
+            metrics = self._measure(collected) | {
+                "rollout/ahead_groups": float(decision.ahead), "rollout/dropped_groups": float(decision.dropped),
+                **{f"rollout/wait_for_{what}_s": decision.waited_s.get(what, 0.0) for what in ("samples", "deadline")}}
             problems = _problems(collected.reports)
         table = gather_table(local, self._groups)
         if not len(table):
-            _refuse_empty(step, problems, metrics.get("rollout/filtered_groups", 0.0))
-        return Taken(local, found, table, int(from_leader(after, self._groups)), metrics, problems)
+            _refuse_empty(step, problems, metrics.get("rollout/filtered_groups", 0.0), decision.dropped)
+        return Taken(local, found, table, decision.position, tuple(decision.unfinished), metrics, problems)
+
+    def _refuse_old(self, step: int, local: SampleBatch) -> None:
+        """The admission rule keeps samples young enough; a mistake in it must not train."""
+        oldest = local.versions[local.versions >= 0].min(initial=step)
+        if oldest < step - self._max_lag:
+            raise MachineFault(f"a token of version {oldest} was to be trained in step {step}, rollout.max_lag is "
+                               f"{self._max_lag}")
 
     def _measure(self, collected: Collected) -> dict[str, float]:
         """Metrics of all samples of the step, filtered groups included; collective over the leaders."""
@@ -128,7 +147,7 @@ class ExperienceBuffer:
             "rollout/response_tokens": total["response_tokens"] / count,
             "rollout/prompt_tokens": total["prompt_tokens"] / count,
             "rollout/truncated": total["truncated"] / count, "rollout/retries": total["retries"],
-            "rollout/dropped_groups": total["dropped"], "rollout/filtered_groups": total["filtered"]}
+            "rollout/resumed": total["resumed"], "rollout/filtered_groups": total["filtered"]}
         if len(self._terms) > 1:
             metrics |= {f"reward/{term}": total[f"term {term}"] / max(total[f"count {term}"], 1)
                         for term in self._terms}
@@ -145,7 +164,7 @@ def _problems(reports: list[Report]) -> str:
     return total.describe()
 
 
-def _refuse_empty(step: int, problems: str, filtered: float) -> None:
+def _refuse_empty(step: int, problems: str, filtered: float, dropped: int) -> None:
     """End a run that has nothing to train on, with the same words on every trainer.
 
     A step of which dynamic sampling kept nothing is no failure: it changes nothing, and the next prompts may teach.
@@ -157,4 +176,5 @@ def _refuse_empty(step: int, problems: str, filtered: float) -> None:
     if told[0]:
         raise UserMistake(f"no sample of step {step} has a reward\n{told[0]}", "reward.terms",
                           "correct the reward function, or set reward.on_error: value")
-    raise MachineFault(f"no sample of step {step} can be trained on: all were dropped or filtered")
+    raise MachineFault(f"no sample of step {step} can be trained on: {dropped} groups were dropped, no engine could "
+                       "answer them")

@@ -103,7 +103,8 @@ class Issuer:
             input_ids: int32 [tokens].
             seeds: one per completion.
             work: sampling parameters and what may answer.
-            name: of the request, in its id and in messages.
+            name: of the request, in its id and in messages. What stands before the first slash (a conversation, a
+                group) stays with one engine while that lives.
 
         Raises:
             UserMistake: an engine refuses the request itself (too long for its context, say).
@@ -144,7 +145,7 @@ class Issuer:
             if attempt:
                 work.counts["retries"] += 1
                 await asyncio.sleep(backoff_s(attempt - 1))
-            engine = await self._engine(avoid, fresh=attempt > 0)
+            engine = await self._engine(avoid, name.partition("/")[0], work.sampling.n, fresh=attempt > 0)
             begun = time.monotonic()
             try:
                 completions = await self._ask(engine, input_ids, seeds, work, name)
@@ -157,7 +158,7 @@ class Issuer:
                 avoid.add(engine.key)
                 continue
             finally:
-                self._balancer.give_back(engine)
+                self._balancer.give_back(engine, work.sampling.n)
             work.counts["request_seconds"] += time.monotonic() - begun
             work.counts[f"engine/{engine.id}"] += 1
             return completions
@@ -172,13 +173,14 @@ class Issuer:
             if tasks:
                 await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
 
-    async def _engine(self, avoid: set[tuple[str, int]], *, fresh: bool) -> EngineRecord:
+    async def _engine(self, avoid: set[tuple[str, int]], affinity: str, sequences: int, *, fresh: bool
+                      ) -> EngineRecord:
         """An engine with current weights, waiting for one if need be; MachineFault after no_engine_timeout_s."""
         deadline = time.monotonic() + self._rollout.no_engine_timeout_s
         while True:
             engines = self._fleet.synced_engines(max_age_s=0.0 if fresh else REGISTRY_AGE_S)
             if engines:
-                return self._balancer.take(engines, avoid)
+                return self._balancer.take(engines, avoid, affinity, sequences)
             self._fleet.raise_failures()
             if time.monotonic() > deadline:
                 raise MachineFault(f"no engine holds this run's weights since {self._rollout.no_engine_timeout_s:.0f} "

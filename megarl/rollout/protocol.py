@@ -51,23 +51,22 @@ class Expected:
     """Which weights may have made an answer.
 
     Attributes:
-        version: the newest version published, `<generation>:<number>`.
-        max_lag: 0 accepts exactly that version; above 0 also versions older by up to `max_lag`, and newer ones
-            (published while the answer was being made).
+        version: the newest version published when the request was made, `<generation>:<number>`.
+        or_newer: accepts newer ones too, published while the answer was being made.
     """
 
     version: str
-    max_lag: int = 0
+    or_newer: bool = False
 
     def check(self, versions: Sequence[tuple[str, int, int]]) -> None:
-        """Raise WrongVersion unless every span (version, start, end) is of this generation and recent enough."""
+        """Raise WrongVersion unless every span (version, start, end) is of this generation and new enough."""
         generation, number = _published(self.version)
         for version, _, _ in versions:
             found = parse_version(version)
             if found is None or found[0] != generation:
                 raise WrongVersion(f"weights '{version}' are not of this life of the job ({generation})")
-            if found[1] < number - self.max_lag or (self.max_lag == 0 and found[1] != number):
-                raise WrongVersion(f"weights '{version}' where '{self.version}' was expected (lag {self.max_lag})")
+            if found[1] < number or (found[1] > number and not self.or_newer):
+                raise WrongVersion(f"weights '{version}' where '{self.version}' was expected")
 
 
 def _published(version: str) -> tuple[str, int]:

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,9 +13,18 @@ from megarl.config.schema import SamplingConfig
 from megarl.data.sample import sample_seed
 from megarl.errors import MachineFault
 from megarl.rollout.client import EngineClient
+from megarl.rollout.dispatch import Dispatcher, Draws, wait_for_decision
 from megarl.rollout.generate import Generator
+from megarl.rollout.ledger import Announcements
 
 GROUPS, SAMPLES, TOKENS = 16, 4, 120
+
+
+class SamePrompts(NumberedPrompts):
+    """The same prompts at every step."""
+
+    def at(self, position):
+        return super().at(position % GROUPS)
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +34,16 @@ def world(tmp_path_factory):
     model = save_hf_model("qwen3_moe", folder / "model")
     rollout = {"samples_per_prompt": SAMPLES, "max_response_tokens": TOKENS, "slots": 8, "groups_in_flight": 6,
                "no_engine_timeout_s": 2.0, "retries": 20}  # a busy supervisor may notice a dead engine late
-    with Supervised(folder, rollouts=2, options=None, model=str(model), rollout=rollout) as supervised:
+    with Supervised(folder, rollouts=2, options=None, model=str(model), need=GROUPS, rollout=rollout) as supervised:
         for record in _publish(supervised):
             info = in_loop(lambda session, url=record.url: EngineClient(url, session).model_info())
             assert info.weight_version == VERSION
         supervised.leaders = [
-            Generator(supervised.config, NumberedPrompts(), _fleet(supervised), supervised.store,
+            Generator(supervised.config, SamePrompts(), _fleet(supervised), supervised.store, Draws(),
                       generation=GENERATION, leader_index=leader, leaders=2, vocab_size=99, decode=str)
             for leader in range(2)]
+        supervised.dispatcher = Dispatcher(supervised.config, supervised.store, Draws())
+        supervised.ear = Announcements(supervised.store)
         yield supervised
         for leader in supervised.leaders:
             leader.close()
@@ -55,10 +64,15 @@ def _publish(world):
 
 def _collect(world, step, meanwhile=lambda: None):
     """Position -> group, over both leaders, of positions 0 .. GROUPS - 1; and the leaders' counts together."""
-    with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(leader.collect, step, 0, GROUPS, version=VERSION) for leader in world.leaders]
-        meanwhile()
-        results = [call.result() for call in calls]
+    def alive():
+        for leader in world.leaders:
+            leader.check()
+
+    world.dispatcher.open(step, VERSION)
+    meanwhile()
+    world.dispatcher.decide(step, alive)
+    decision = wait_for_decision(world.ear, alive)
+    results = [leader.take(decision.numbers) for leader in world.leaders]
     groups = [group for result in results for group in result.groups]
     assert sorted(group.prompt.position for group in groups) == list(range(GROUPS))
     return {group.prompt.position: group for group in groups}, results[0].counts + results[1].counts
@@ -116,22 +130,14 @@ def test_evaluation_on_real_engines(world):
 
 def test_all_engines_dead_is_a_fault(world):
     _publish(world)
-    faults, pids = [], [_pid_of(world, name) for name in ("0.0", "1.0")]
+    pids = [_pid_of(world, name) for name in ("0.0", "1.0")]
 
-    def collect(leader):
-        try:
-            leader.collect(9, 0, GROUPS, version=VERSION)
-        except MachineFault as fault:
-            faults.append(str(fault))
+    def kill():
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
 
-    threads = [threading.Thread(target=collect, args=(leader,)) for leader in world.leaders]
-    for thread in threads:
-        thread.start()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    for thread in threads:
-        thread.join(60)
-    assert len(faults) == 2 and all("no engine holds this run's weights since 2 s" in fault for fault in faults)
+    with pytest.raises(MachineFault, match="no engine holds this run's weights since 2 s"):
+        _collect(world, 9, kill)
 
 
 def _pid_of(world, engine):

@@ -19,11 +19,12 @@ from megarl.rollout import lease
 from megarl.rollout.balance import Balancer, Load
 from megarl.rollout.client import EngineBusy, EngineClient, EngineFailed, EngineLost, EngineRefused, EngineTimeout
 from megarl.rollout.fleet import EngineRecord
+from megarl.rollout.ledger import Entry, Tickets
 from megarl.rollout.protocol import BadAnswer, GenerateRequest, Sampling, format_version
 from megarl.rollout.records import write_rollouts
 
 
-def _check_samples(groups, most=6):
+def _check_samples(groups, step=0, most=6):
     """Every sample is what the scripted model makes of its identity."""
     for group in groups:
         for n, sample in enumerate(group.samples):
@@ -33,7 +34,8 @@ def _check_samples(groups, most=6):
             assert sample.response_ids.tolist() == expected and sample.response_ids.dtype == np.int32
             assert sample.logprobs.tolist() == [logprob_of(token) for token in expected]
             assert sample.finish == ("length" if len(expected) == most else "stop")
-            assert sample.text == f"<{expected}>" and sample.versions == [(VERSION, 0, len(expected))]
+            assert sample.text == f"<{expected}>" and sample.versions == [
+                (format_version(GENERATION, step), 0, len(expected))]
 
 
 def _positions(results):
@@ -42,15 +44,15 @@ def _positions(results):
 
 def test_leaders_draw_disjointly_and_completely():
     engines = [ScriptedEngine(delay_s=0.02) for _ in range(2)]
-    with Stage(engines, leaders=3) as stage:
+    with Stage(engines, leaders=3, config=make_config(need=20), start=5) as stage:
         before = stage.store.num_keys()
-        for step, start in enumerate((0, 20, 40, 60)):
-            results = stage.collect(step, start, 20)
+        for step, start in enumerate((5, 25, 45, 65)):
+            decision, results = stage.collect(step)
             assert sorted(_positions(results)) == list(range(start, start + 20))
             assert all(_positions([result]) == sorted(_positions([result])) for result in results)
-            assert all((r.next_position, r.kept, r.drawn, r.dropped) == (start + 20, 20, 20, 0) for r in results)
-            _check_samples(group for result in results for group in result.groups)
-            assert stage.store.num_keys() <= before + 5  # the last step's counters at most
+            assert (decision.position, decision.unfinished, decision.dropped) == (start + 20, [], 0)
+            _check_samples([group for result in results for group in result.groups], step)
+            assert stage.store.num_keys() <= before + 6  # counters, the version, the last announcement
         assert all(result.groups for result in results)
         assert all(len(engine.requests) > 20 for engine in engines)
         rids = [request["rid"] for engine in engines for request in engine.requests]
@@ -63,21 +65,20 @@ def test_leaders_draw_disjointly_and_completely():
         assert total["engine/0.0"] + total["engine/1.0"] == 20 and total["retries"] == 0
 
 
-def test_a_late_leader_holds_nobody_up():
-    with Stage([ScriptedEngine(delay_s=0.02)], leaders=2) as stage:
-        alone = stage.generators[0]
-        early = threading.Thread(target=lambda: results.append(alone.collect(0, 0, 8, version=VERSION)))
-        results = []
-        early.start()
-        early.join(timeout=20)
-        assert _positions(results) == list(range(8))
-        assert stage.generators[1].collect(0, 0, 8, version=VERSION).groups == []
+def test_a_busy_leader_holds_nobody_up():
+    """One leader's only request hangs: the other one draws what is left."""
+    engine = ScriptedEngine(delay_s=0.01)
+    engine.order("hang", times=1)
+    with Stage([engine], leaders=2, config=make_config(need=8, rollout={"groups_in_flight": 1,
+                                                                        "request_timeout_s": 1.5})) as stage:
+        _, results = stage.collect()
+    assert sorted(len(result.groups) for result in results) == [1, 7]
 
 
 def test_back_pressure_is_kept_and_used():
     engine = ScriptedEngine(delay_s=0.05)
-    with Stage([engine], leaders=2, config=make_config(rollout={"groups_in_flight": 3})) as stage:
-        stage.collect(0, 0, 30)
+    with Stage([engine], leaders=2, config=make_config(need=30, rollout={"groups_in_flight": 3})) as stage:
+        stage.collect()
     assert engine.most_running == 6
 
 
@@ -90,8 +91,8 @@ GARBAGE = ["html", "missing", "no_logprobs", "short_logprobs", "other_tokens", "
 def test_a_failed_group_is_issued_again_elsewhere(kind, reason):
     engines = [ScriptedEngine(delay_s=0.01), ScriptedEngine(delay_s=0.01)]
     engines[0].order(kind, times=2)
-    with Stage(engines) as stage:
-        (result,) = stage.collect(0, 0, 6)
+    with Stage(engines, config=make_config(need=6)) as stage:
+        _, (result,) = stage.collect()
     assert _positions([result]) == list(range(6))
     _check_samples(result.groups)
     assert result.counts[f"failed/{reason}"] == result.counts["retries"] == 2 and result.counts["dropped"] == 0
@@ -102,49 +103,37 @@ def test_a_failed_group_is_issued_again_elsewhere(kind, reason):
 def test_the_next_attempt_goes_to_another_engine_even_if_that_is_busier():
     engines = [ScriptedEngine(), ScriptedEngine(delay_s=0.3)]
     engines[0].order("html")
-    with Stage(engines, config=make_config(rollout={"retries": 1, "groups_in_flight": 4})) as stage:
-        (result,) = stage.collect(0, 0, 8)
-    assert result.kept == 8 and result.counts["retries"] > 0
+    with Stage(engines, config=make_config(need=8, rollout={"retries": 1, "groups_in_flight": 4})) as stage:
+        _, (result,) = stage.collect()
+    assert len(result.groups) == 8 and result.counts["retries"] > 0
 
 
 def test_a_group_that_always_fails_is_dropped_and_counted():
     engines = [ScriptedEngine(), ScriptedEngine()]
     for engine in engines:
         engine.order("nan", first_token=2)
-    with Stage(engines, leaders=2) as stage:
-        results = stage.collect(0, 0, 5)
+    with Stage(engines, leaders=2, config=make_config(need=5)) as stage:
+        decision, results = stage.collect()
     assert sorted(_positions(results)) == [0, 1, 3, 4]
-    assert [(r.kept, r.dropped, r.next_position) for r in results] == [(4, 1, 5)] * 2
+    assert (len(decision.numbers), decision.dropped, decision.position) == (4, 1, 5)
     tries = [request for engine in engines for request in engine.requests if request["input_ids"][0] == 2]
     assert len(tries) == 3  # the first and two retries
     assert sum(result.counts["failed/bad_answer"] for result in results) == 3
 
 
-def test_all_groups_dropped_is_a_fault_on_every_leader():
+def test_a_step_whose_groups_are_all_dropped_takes_none():
     engine = ScriptedEngine()
     engine.order("html")
     with Stage([engine], leaders=2, config=make_config(rollout={"retries": 0})) as stage:
-        faults = []
-        threads = [threading.Thread(target=_catch, args=(faults, generator)) for generator in stage.generators]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=20)
-    assert len(faults) == 2 and all("all 4 groups were dropped" in str(fault) for fault in faults)
-
-
-def _catch(faults, generator):
-    try:
-        generator.collect(0, 0, 4, version=VERSION)
-    except MachineFault as fault:
-        faults.append(fault)
+        decision, results = stage.collect()
+    assert (decision.numbers, decision.dropped) == ([], 4) and not _positions(results)
 
 
 def test_a_hanging_engine_times_out_is_told_to_abort_and_replaced():
     engines = [ScriptedEngine(), ScriptedEngine()]
     engines[0].order("hang")
     with Stage(engines, config=make_config(rollout={"request_timeout_s": 0.7})) as stage:
-        (result,) = stage.collect(0, 0, 4)
+        _, (result,) = stage.collect()
     assert _positions([result]) == [0, 1, 2, 3]
     assert result.counts["failed/timeout"] == len(engines[0].requests) == len(engines[0].aborted) > 0
     assert sorted(engines[0].aborted) == sorted(request["rid"] for request in engines[0].requests)
@@ -155,11 +144,11 @@ def test_an_engine_without_current_weights_gets_no_request():
     with Stage(engines) as stage:
         restarted = EngineRecord("0.0", 2, stage.served[0].url, "up")
         stage.registrars[0].write(restarted)
-        stage.collect(0, 0, 4)
+        stage.collect()
         assert len(engines[0].requests) == 0 and len(engines[1].requests) == 4
         assert [record.id for record in stage.fleet.engines()] == ["0.0", "1.0"]  # a publish will reach it
-        stage.fleet.mark_synced(VERSION, [restarted, stage.records[1]])
-        stage.collect(1, 4, 4)
+        stage.records[0], stage.synced = restarted, [restarted, stage.records[1]]
+        stage.collect(1)
         assert len(engines[0].requests) == 2
 
 
@@ -172,7 +161,7 @@ def test_no_engine_left_is_a_clear_fault_in_time():
         stage.registrars[1].write(EngineRecord("1.0", 2, stage.served[1].url, "up"))
         begun = time.monotonic()
         with pytest.raises(MachineFault, match=r"engine 0.0: down \(was killed by SIGKILL\); engine 1.0: up, without"):
-            stage.collect(0, 0, 4)
+            stage.collect()
         assert time.monotonic() - begun < 15  # no_engine_timeout_s is 1
         assert stage.generators[0]._issuer._balancer._in_flight.total() == 0
 
@@ -197,17 +186,18 @@ def test_a_refused_request_ends_the_run():
     engine.order("400", first_token=1)
     with Stage([engine]) as stage:
         with pytest.raises(UserMistake, match="refuses the request p1: .*status 400.*ordered 400"):
-            stage.collect(0, 0, 4)
+            stage.collect()
         assert len(engine.requests) == 4
 
 
 def test_another_leader_lost_is_a_fault():
     config = make_config(rollout={"request_timeout_s": 0.1, "retries": 0, "no_engine_timeout_s": 0.1},
                          cluster={"timeout_s": 0.3})
-    with Stage([ScriptedEngine()], leaders=2, config=config) as stage:
-        stage.generators[1]._counters.draw(0, 0, 4)  # and never resolves it
-        with pytest.raises(MachineFault, match="1 of 4 groups are with other leaders"):
-            stage.generators[0].collect(0, 0, 4, version=VERSION)
+    with Stage([ScriptedEngine()], config=config) as stage:
+        lost = Tickets(stage.store)
+        lost.write(Entry(lost.draw(), "issued"))  # and never resolves it
+        with pytest.raises(MachineFault, match="1 groups are with leaders that have finished none"):
+            stage.collect()
 
 
 def _odd(group):
@@ -215,21 +205,21 @@ def _odd(group):
 
 
 def test_dynamic_sampling_refills_with_exactly_what_is_missing():
-    with Stage([ScriptedEngine()], leaders=2, keep=_odd) as stage:
-        results = stage.collect(0, 0, 8)
-    # 0-7 keep 4, 8-11 keep 2, 12-13 keep 1, 14 keeps 0, 15 keeps 1
+    with Stage([ScriptedEngine()], leaders=2, config=make_config(need=8), keep=_odd) as stage:
+        decision, results = stage.collect()
     assert sorted(_positions(results)) == [1, 3, 5, 7, 9, 11, 13, 15]
     assert sorted(g.prompt.position for r in results for g in r.filtered) == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert [(r.kept, r.drawn, r.rounds, r.next_position) for r in results] == [(8, 16, 5, 16)] * 2
+    assert (decision.position, decision.unfinished) == (16, [])
 
 
 def test_dynamic_sampling_is_bounded():
     config = make_config(objective={"refill_rounds": 2})
     with Stage([ScriptedEngine()], leaders=2, config=config, keep=lambda group: group.prompt.position == 3) as stage:
-        results = stage.collect(0, 0, 4)
-        assert [(r.kept, r.drawn, r.rounds, r.next_position) for r in results] == [(1, 10, 3, 10)] * 2
-        again = stage.collect(1, 10, 4)
-        assert [(r.kept, r.drawn) for r in again] == [(0, 12)] * 2  # turned away, not dropped: no fault
+        decision, results = stage.collect()
+        assert (_positions(results), decision.position) == ([3], 12)  # 4 and at most 8 in their places
+        decision, results = stage.collect(1)
+        assert (_positions(results), decision.position) == ([], 24)  # turned away, not dropped: no fault
+        assert len([group for result in results for group in result.filtered]) == 12
 
 
 def test_scoring_goes_on_while_other_groups_are_generated():
@@ -246,8 +236,8 @@ def test_scoring_goes_on_while_other_groups_are_generated():
             sample.reward = 1.0
         return len(samples)
 
-    with Stage([engine], config=make_config(rollout={"groups_in_flight": 1}), score=score) as stage:
-        (result,) = stage.collect(0, 0, 3)
+    with Stage([engine], config=make_config(need=3, rollout={"groups_in_flight": 1}), score=score) as stage:
+        _, (result,) = stage.collect()
     assert sorted(position for position, _ in seen) == [0, 1, 2] and result.reports == [4, 4, 4]
     assert dict(seen)[0] == 3
     assert all(sample.reward == 1.0 for group in result.groups for sample in group.samples)
@@ -259,7 +249,7 @@ def test_a_failing_score_is_raised():
 
     with Stage([ScriptedEngine()], score=score) as stage:
         with pytest.raises(UserWarning, match="no such reward"):
-            stage.collect(0, 0, 3)
+            stage.collect()
 
 
 def test_evaluation_is_dealt_by_index_with_its_own_sampling():
@@ -274,7 +264,7 @@ def test_evaluation_is_dealt_by_index_with_its_own_sampling():
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_new_tokens": 3, "n": 2}
     sample = results[1].groups[1].samples[1]  # prompt 3, n 1
     assert sample.response_ids.tolist() == tokens_of(sample_seed(99, 3, 1), 3)
-    assert (results[0].kept, results[0].dropped, results[0].reports) == (4, 0, [])
+    assert (results[0].counts["groups"], results[0].counts["dropped"], results[0].reports) == (4, 0, [])
 
 
 def test_close_aborts_what_is_under_way():
@@ -282,7 +272,7 @@ def test_close_aborts_what_is_under_way():
     engine.order("hang")
     stage = Stage([engine])
     with stage:
-        thread = threading.Thread(target=_swallow, args=(stage.generators[0],))
+        thread = threading.Thread(target=_swallow, args=(stage,))
         thread.start()
         while not engine.requests:
             time.sleep(0.01)
@@ -290,9 +280,9 @@ def test_close_aborts_what_is_under_way():
     assert not thread.is_alive() and len(engine.aborted) == len(engine.requests)
 
 
-def _swallow(generator):
+def _swallow(stage):
     try:
-        generator.collect(0, 0, 2, version=VERSION)
+        stage.collect()
     except BaseException:
         pass
 
@@ -300,7 +290,7 @@ def _swallow(generator):
 def test_sglang_gets_no_list_of_seeds():
     engine = ScriptedEngine()
     with Stage([engine], config=make_config(rollout={"engine": "sglang"})) as stage:
-        stage.collect(0, 0, 2)
+        stage.collect()
     assert all("sampling_seed" not in request["sampling_params"] for request in engine.requests)
 
 
@@ -411,13 +401,13 @@ def test_loads_reach_the_leaders_and_stay_with_their_process():
 
 def test_records_are_written_whole(tmp_path):
     with Stage([ScriptedEngine()]) as stage:
-        (result,) = stage.collect(0, 0, 2)
+        _, (result,) = stage.collect()
     result.groups[1].samples[2].reward, result.groups[1].samples[2].reward_terms = 0.5, {"exact": 0.5}
     path = write_rollouts(tmp_path, 12, 3, result.groups)
     assert path == tmp_path / "rollouts" / "step_0012.rank3.jsonl"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 16
     line, sample = lines[6], result.groups[1].samples[2]
     assert (line["position"], line["n"], line["reward"], line["reward_terms"]) == (1, 2, 0.5, {"exact": 0.5})
     assert line["response_ids"] == sample.response_ids.tolist() and line["response"] == sample.text

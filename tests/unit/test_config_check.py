@@ -84,7 +84,12 @@ def test_the_good_config_is_good(folder: Path) -> None:
     ({"rollout.top_p": 0.9},
      "rollout.top_p: 0.9 truncates the distribution, but engines return log-probs from before the truncation: "
      "importance weights would be biased; leave it at 1.0; evaluation may truncate (eval.sets.0.sampling.top_p)"),
-    ({"rollout.max_lag": 1}, "rollout.max_lag: 1 is not in this version; use 0 (synchronous)"),
+    ({"rollout.max_lag": 1, "rollout.ahead": 1.5},
+     "rollout.ahead: what is sampled 1.5 steps ahead would be older than rollout.max_lag (1) allows when it is trained "
+     "on; use at most rollout.max_lag, or raise that"),
+    ({"rollout.on_update": "abort", "rollout.stop": ["x"]},
+     "rollout.on_update: a stop string may lie across the place where an aborted answer is continued, and would not be "
+     "seen; use retract, or stop at tokens (rollout.stop_token_ids)"),
     ({"rollout.samples_per_prompt": 1},
      "rollout.samples_per_prompt: 1 sample a group: an advantage is relative to the group's mean, so all would be 0; "
      "use 2 or more"),

@@ -1,0 +1,179 @@
+"""What trainer 0 does for the sampling: opens steps, follows the leaders' log, says what a step takes.
+
+The groups of a step are chosen by a pure function (`admission.choose`) from what the log says; all trainers hear the
+choice through the control store, so they agree on it however long they waited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from torch.distributed import Store
+
+from megarl.config.schema import Config
+from megarl.errors import MachineFault
+from megarl.rollout.admission import Pending, choose, window
+from megarl.rollout.lease import LeaseWatch
+from megarl.rollout.ledger import Announcements, Book, Entry
+
+POLL_LEAST_S, POLL_MOST_S = 0.002, 0.25
+
+
+@dataclass(frozen=True)
+class Draws:
+    """From numbers of draws to positions of prompts: first those that an earlier life left over, then on from a place.
+
+    Attributes:
+        unfinished: positions that were drawn and never trained on, ascending.
+        position: where the data goes on.
+    """
+
+    unfinished: tuple[int, ...] = ()
+    position: int = 0
+
+    def at(self, number: int) -> int:
+        """The position of the prompt of a draw."""
+        left = len(self.unfinished)
+        return self.unfinished[number] if number < left else self.position + number - left
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all trainers do next.
+
+    Attributes:
+        joins: publish the present weights to engines that came up; then there is another decision. The rest is unset.
+        numbers: of the groups to train on.
+        unfinished, position: draws of a life that would begin after this step.
+        dropped: groups given up since the last take.
+        ahead: groups that are under way or wait beyond those taken.
+        waited_s: seconds that the step waited for groups, by what it waited for.
+    """
+
+    joins: bool = False
+    numbers: Sequence[int] = ()
+    unfinished: Sequence[int] = ()
+    position: int = 0
+    dropped: int = 0
+    ahead: int = 0
+    waited_s: dict[str, float] | None = None
+
+
+class Dispatcher:
+    """Trainer 0's.
+
+    Args:
+        config: the run's.
+        store: the control store of this life of the job.
+        draws: where the data begins in this life.
+        joined: whether an engine is up that lacks the present weights.
+    """
+
+    def __init__(self, config: Config, store: Store, draws: Draws, joined: Callable[[], bool] = lambda: False) -> None:
+        rollout = config.rollout
+        self._need, self._steps, self._lag = config.data.prompts_per_step, config.run.steps, rollout.max_lag
+        self._ahead = rollout.max_lag if rollout.ahead is None else rollout.ahead
+        self._draws, self._joined = draws, joined
+        self._silence_s = silence_s(config)
+        self._book = Book(store)
+        self._pending: dict[int, Pending] = {}
+        self._unissued: set[int] = set()  # numbers below some issued one: another leader has drawn them
+        self._issued = self._gone = self._finished = self._dropped = 0
+        self._watch = LeaseWatch()
+
+    def open(self, step: int, version: str) -> None:
+        """Let `step`, the next to train, and what may be ahead of it be sampled by the weights `version`."""
+        self._read()
+        self._book.set_version(version, step)
+        self._book.set_limit(self._gone + window(self._need, self._ahead, step, self._steps))
+
+    def hold(self, alive: Callable[[], None]) -> None:
+        """Let nothing more be issued, and wait until nothing is under way; `open` ends it. `alive` as in `decide`."""
+        self._book.set_limit(0)
+        self._watch.observe(-1)
+        while any(one.finished is None for one in self._pending.values()):
+            self._rest(alive)
+
+    def decide(self, step: int, alive: Callable[[], None]) -> None:
+        """Announce what the trainers do next for `step`, as soon as that can be said.
+
+        Args:
+            step: the next to train; `open` was called for it.
+            alive: called again and again; raises what ends the run.
+        Raises:
+            MachineFault: nothing has happened to the groups under way for longer than one of them can take.
+        """
+        waited: Counter[str] = Counter()
+        self._watch.observe(-1)
+        news = True
+        while True:
+            if self._joined():
+                return self._book.announce(asdict(Decision(joins=True)))
+            if news:
+                closed = self._gone + len(self._pending) >= self._book.limit
+                choice = choose(self._pending.values(), self._need, step, self._lag, closed=closed)
+            if choice.numbers is not None:
+                return self._take(choice.numbers, waited)
+            begun = time.monotonic()
+            news = self._rest(alive)
+            waited[choice.waits_for] += time.monotonic() - begun
+
+    def _take(self, numbers: list[int], waited: Counter[str]) -> None:
+        for number in numbers:
+            del self._pending[number]
+        self._gone += len(numbers)
+        begun = [self._draws.at(number) for number in (*self._pending, *self._unissued)]
+        rest = self._draws.unfinished[self._issued:]
+        position = self._draws.at(max(self._issued, len(self._draws.unfinished)))
+        self._book.announce(asdict(Decision(
+            numbers=numbers, unfinished=sorted((*begun, *rest)), position=position, dropped=self._dropped,
+            ahead=len(self._pending), waited_s=dict(waited))))
+        self._dropped = 0
+
+    def _rest(self, alive: Callable[[], None]) -> bool:
+        """Wait a moment; whether anything was logged meanwhile."""
+        alive()
+        quiet = self._watch.observe(self._book.read)
+        open_ = sum(one.finished is None for one in self._pending.values()) + len(self._unissued)
+        if quiet > self._silence_s and open_:
+            raise MachineFault(f"{open_} groups are with leaders that have finished none for {self._silence_s:.0f} s")
+        time.sleep(min(max(quiet / 50, POLL_LEAST_S), POLL_MOST_S))
+        return self._read()
+
+    def _read(self) -> bool:
+        entries = self._book.entries()
+        for entry in entries:
+            self._enter(entry)
+        return bool(entries)
+
+    def _enter(self, entry: Entry) -> None:
+        if entry.state == "issued":
+            self._unissued |= set(range(self._issued, entry.number))
+            self._issued = max(self._issued, entry.number + 1)
+            self._unissued.discard(entry.number)
+            self._pending[entry.number] = Pending(entry.number, entry.version, None)
+        elif entry.state == "kept":
+            self._finished += 1
+            self._pending[entry.number] = Pending(entry.number, self._pending[entry.number].issued, self._finished)
+        else:
+            del self._pending[entry.number]
+            self._gone += 1
+            self._dropped += entry.state == "dropped"
+
+
+def wait_for_decision(ear: Announcements, alive: Callable[[], None]) -> Decision:
+    """What trainer 0 says next, heard by any trainer; `alive` is called again and again, and raises what ends it."""
+    begun = time.monotonic()
+    while (message := ear.next()) is None:
+        alive()
+        time.sleep(min(max((time.monotonic() - begun) / 50, POLL_LEAST_S), POLL_MOST_S))
+    return Decision(**message)
+
+
+def silence_s(config: Config) -> float:
+    """The longest that the groups under way can be without news, with room for their scoring."""
+    rollout = config.rollout
+    return (rollout.retries + 1) * (rollout.request_timeout_s + rollout.no_engine_timeout_s) + config.cluster.timeout_s
