@@ -90,5 +90,6 @@ def pack(sequences: list[list[int]], cp_size: int = 1, cp_rank: int = 0, multipl
         append([], total - bounds[-1], len(sequences))
     return SimpleNamespace(
         tokens_t=torch.tensor(tokens), positions_t=torch.tensor(positions), padding_t=torch.tensor(padding),
+        experts={},
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32), cp_size=cp_size, cp_rank=cp_rank, where=where,
         max_seqlen=max(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)))

@@ -42,7 +42,7 @@ MEGATRON_OWNED = {  # fields that follow from other keys or from the model; set 
                      "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
                     "set pipeline.schedule or parallel.layers_per_stage"),
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "megarl trains without dropout: log-probs must repeat"),
-    "moe_enable_routing_replay": "RouterState.set_replay replays routing",
+    "moe_enable_routing_replay": "set moe.replay",
 }
 
 

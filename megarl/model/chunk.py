@@ -43,16 +43,22 @@ class PolicyChunk(GPTModel):
         self.routers: RouterState | None = None
         if hf.experts:
             where = self.rotary_pos_emb.inv_freq.device
-            self.routers = RouterState(len(self.decoder.layers), hf.experts, balance, where)
-            for number, router in enumerate(m for m in self.modules() if isinstance(m, Router)):
+            here = range(part.first_layer, part.first_layer + part.layers)
+            self.routers = RouterState([layer for layer in hf.moe_layers if layer in here], hf.experts, balance, where)
+            for number, router in enumerate(self.router_modules()):
                 router.attach(self.routers, number)
+
+    def router_modules(self) -> list[Router]:
+        """The routers of its layers with experts, in order."""
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Hidden states of a pack.
 
         Args:
             batch: a `data.batch.PackedBatch`; used are tokens_t, positions_t, padding_t (this context-parallel rank's
-                tokens), cu_seqlens, max_seqlen (the whole pack's, on the host), cp_size and cp_rank.
+                tokens), cu_seqlens, max_seqlen (the whole pack's, on the host), cp_size and cp_rank; experts where
+                routing is recorded or replayed.
 
         Returns:
             [tokens, 1, hidden], this rank's share of tokens under sequence parallelism; after the final norm on the
@@ -63,12 +69,14 @@ class PolicyChunk(GPTModel):
             hidden_tbh = self.embedding(input_ids=batch.tokens_t[None], position_ids=batch.positions_t[None])
         padding_bt = None
         if self.routers is not None:
+            self.routers.begin(batch)
             padding_bt = batch.padding_t[None]
             if self.config.sequence_parallel:  # GPTModel does this on the first stage only
                 padding_bt = scatter_to_sequence_parallel_region(batch.padding_t, group=self.pg_collection.tp)[None]
         pack, rotary = self.attention_inputs(batch)
-        return self.decoder(hidden_states=hidden_tbh, attention_mask=None, rotary_pos_emb=rotary,
-                            packed_seq_params=pack, padding_mask=padding_bt)
+        output_tbh = self.decoder(hidden_states=hidden_tbh, attention_mask=None, rotary_pos_emb=rotary,
+                                  packed_seq_params=pack, padding_mask=padding_bt)
+        return output_tbh if self.routers is None else self.routers.within(output_tbh, batch)
 
     def attention_inputs(self, batch: Any) -> tuple[PackedSeqParams, torch.Tensor]:
         """The pack's boundaries and rotary angles in the form that this implementation's attention takes."""

@@ -12,11 +12,17 @@ experts, and per layer
 
 and layers are added. Each rank adds the terms of its own tokens; summing gradients over ranks, as for the main loss,
 completes them. f over the whole step is the global-batch form of Qiu et al. (2025, arXiv 2501.11873).
+
+Routing can be replayed: a micro-batch brings the experts of its tokens along (`PackedBatch.experts`), those that the
+engine took when it sampled (rollout routing replay, R3: Ma et al. 2025, arXiv 2510.11370) or those that an earlier pass
+over the batch recorded. The weights are still this model's own, of the experts so chosen, so the router learns. Tokens
+without a choice route freely and do not count in f.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from megatron.core.tensor_parallel.random import is_checkpointing
@@ -24,24 +30,38 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.config.schema import BalanceConfig
 
+Routing = Literal["free", "replay", "record"]
+
 
 class RouterState:
-    """What the routers of one chunk share: counts, the step's constants, logged losses, recorded or forced routing.
+    """What the routers of one chunk share: counts, the step's constants, logged losses, recorded or replayed routing.
+
+    Args:
+        layers: numbers of the model's layers whose routers they are, in order.
+        experts, balance, device: of the model, the run, this rank.
 
     Attributes:
-        counts: int64 [layers here, experts], real tokens per expert, added up in forwards while `recording`. Tokens of
-            this rank: sum over tensor (under sequence parallelism), context and data ranks for the step's.
-        recording: whether forwards count.
+        routing: of the forwards to come. free: by the router's choice; record: the same, kept in the batch's `experts`;
+            replay: as the batch's `experts` say.
+        counts: int64 [layers here, experts], tokens per expert, added up in forwards while `counting`: real ones, in a
+            replay only those that have a choice. Tokens of this rank: sum over tensor (under sequence parallelism),
+            context and data ranks for the step's.
+        counting: whether forwards count.
+        compared, differing: int64 [layers here], while `counting` in a replay: tokens that have a choice, and those
+            for which the router would have chosen another set of experts.
         balance, z: fp64 scalars, the losses (with their coefficients) of this rank's tokens, added up in training
             forwards; summed over the ranks of a stage and the stages they do not depend on the layout.
-        choices: while `keep_choices`, the last forward's experts, int64 [tokens here, k] per layer.
+        choices: while `keep_choices`, the last forward's experts, int64 [tokens here, k] per router.
         margin: while `keep_choices`, the smallest distance between the logits of the k-th and the next expert.
     """
 
-    def __init__(self, layers: int, experts: int, balance: BalanceConfig, device: torch.device) -> None:
+    def __init__(self, layers: Sequence[int], experts: int, balance: BalanceConfig, device: torch.device) -> None:
+        self.layers = tuple(layers)
         self.form, self.coefficient, self.z_coefficient = balance.form, balance.coefficient, balance.z_loss
-        self.counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
-        self.recording = False
+        self.routing: Routing = "free"
+        self.counts = torch.zeros(len(self.layers), experts, dtype=torch.int64, device=device)
+        self.compared, self.differing = torch.zeros(2, len(self.layers), dtype=torch.int64, device=device)
+        self.counting = False
         self.balance = torch.zeros((), dtype=torch.float64, device=device)
         self.z = torch.zeros((), dtype=torch.float64, device=device)
         self.fractions: torch.Tensor | None = None
@@ -49,12 +69,11 @@ class RouterState:
         self.keep_choices = False
         self.choices: dict[int, torch.Tensor] = {}
         self.margin = float("inf")
-        self.replay: torch.Tensor | None = None
-        self.replay_refused = ""
+        self._batch: Any = None
 
     def reset(self) -> None:
         """Zero the counts and the logged losses; forget the margin."""
-        for tensor in (self.counts, self.balance, self.z):
+        for tensor in (self.counts, self.compared, self.differing, self.balance, self.z):
             tensor.zero_()
         self.margin = float("inf")
 
@@ -73,16 +92,47 @@ class RouterState:
             fractions = fractions.to(device=self.counts.device, dtype=torch.float32)
         self.fractions, self.global_tokens = fractions, global_tokens
 
-    def set_replay(self, choices: torch.Tensor | None) -> None:
-        """Force the routing of the forwards to come.
+    def begin(self, batch: Any) -> None:
+        """The tokens that the routers see from now on are of this micro-batch, a PackedBatch."""
+        self._batch = batch
 
-        Args:
-            choices: int64 [layers here, tokens here, k], in the order of the tokens that this rank's routers see (its
-                share under sequence parallelism); None: route freely again.
+    def within(self, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        """The output of the batch's forward, such that its backward `begin`s again, because it may recompute.
+
+        So whatever a schedule puts between the two, each graph knows its own micro-batch.
         """
-        if choices is not None and self.replay_refused:
-            raise RuntimeError(f"routing cannot be replayed: {self.replay_refused}")
-        self.replay = choices
+        return _BeginAgain.apply(hidden, self, batch) if hidden.requires_grad else hidden
+
+    def given(self, router: int, scores: torch.Tensor, topk: int) -> torch.Tensor:
+        """The batch's choice for a router, int64 [tokens, k]; numbers that are no expert's where a token has none.
+
+        Raises:
+            RuntimeError: the batch has no choice of the right shape.
+        """
+        chosen = self._batch.experts.get(self.layers[router]) if self._batch is not None else None
+        if chosen is None or chosen.shape != (len(scores), topk):
+            raise RuntimeError(f"layer {self.layers[router]}: {len(scores)} tokens x {topk} experts to replay, the "
+                               f"batch has {'none' if chosen is None else tuple(chosen.shape)}")
+        return chosen.to(scores.device, torch.int64)
+
+    def record(self, router: int, chosen: torch.Tensor) -> None:
+        """Keep the choice of a router, int64 [tokens, k], with the batch."""
+        small = torch.uint8 if self.counts.size(1) < 256 else torch.int16
+        self._batch.experts[self.layers[router]] = chosen.to(small)
+
+
+class _BeginAgain(torch.autograd.Function):
+    """Returns its first argument; its backward, the first of the batch's, says whose it is."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, state: RouterState, batch: Any) -> torch.Tensor:
+        ctx.state, ctx.batch = state, batch
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.state.begin(ctx.batch)
+        return grad, None, None
 
 
 class _AddLoss(torch.autograd.Function):
@@ -99,19 +149,32 @@ class _AddLoss(torch.autograd.Function):
 
 
 class _TopK:
-    """Chooses a layer's experts: freely, or as replayed. Megatron's routing code asks `get_replay_topk` for them."""
+    """Chooses a layer's experts: freely, or as replayed. Megatron's routing code asks `get_replay_topk` for them.
+
+    Attributes:
+        has_choice: bool [tokens] of the last replay, which tokens were not free; None if it was no replay.
+        differs: bool [tokens] of the last replay, whose router would have chosen others, free tokens aside.
+    """
 
     def __init__(self, state: RouterState, layer: int) -> None:
         self.state, self.layer = state, layer
+        self.has_choice: torch.Tensor | None = None
+        self.differs: torch.Tensor | None = None
 
     def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: Any, group_topk: Any,
                         compute: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and indices [tokens, k] of `scores` [tokens, experts]."""
-        if self.state.replay is None:
-            values, chosen = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        else:
-            chosen = self.state.replay[self.layer].to(scores.device)
-            values = scores.gather(1, chosen)
+        values, chosen = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.has_choice = None
+        if self.state.routing == "record":
+            self.state.record(self.layer, chosen)
+        elif self.state.routing == "replay":
+            given = self.state.given(self.layer, scores, topk)
+            self.has_choice = (given[:, 0] >= 0) & (given[:, 0] < scores.size(1))
+            kept = torch.where(self.has_choice[:, None], given, chosen)
+            taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, kept, True)
+            self.differs = ~taken.gather(1, chosen).all(1)
+            values, chosen = scores.gather(1, kept), kept
         if self.state.keep_choices:
             self.state.choices[self.layer] = chosen
         return values, chosen
@@ -124,10 +187,6 @@ class Router(TopKRouter):
         """Connect to the chunk's state; `layer` is this router's number in the chunk."""
         self.state, self.layer = state, layer
         self.router_replay = _TopK(state, layer)
-        if self.config.moe_router_fusion:
-            state.replay_refused = "moe_router_fusion chooses experts inside a kernel"
-        elif self.config.recompute_granularity == "full":
-            state.replay_refused = "a recomputed forward would replay a later micro-batch's routing"
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [tokens, 1, experts] of hidden states [tokens, 1, hidden].
@@ -154,11 +213,13 @@ class Router(TopKRouter):
             padding_mask = torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
         real = ~padding_mask.reshape(-1)
         self.real_tokens = real.sum()
+        if self.config.moe_router_fusion and state.routing != "free":
+            raise RuntimeError("moe_router_fusion chooses experts inside a kernel: routing cannot be replayed")
         probs, chosen = super().routing(logits, padding_mask)
         logits = logits.reshape(-1, experts)
         recomputing = is_checkpointing() and torch.is_grad_enabled()
-        if state.recording and not recomputing:
-            state.counts[self.layer] += (chosen & real[:, None]).sum(0)
+        if state.counting and not recomputing:
+            self._count(chosen, real)
         if state.keep_choices:
             top = logits.detach()[real].topk(min(self.topk + 1, experts)).values
             if top.numel() and top.size(1) > self.topk:
@@ -166,6 +227,15 @@ class Router(TopKRouter):
         if self.training and torch.is_grad_enabled():
             probs = self._attach_losses(probs, logits.float(), real)
         return probs, chosen
+
+    def _count(self, chosen: torch.Tensor, real: torch.Tensor) -> None:
+        """Add a forward's tokens to the counts. chosen bool [tokens, experts], real bool [tokens]."""
+        state, topk = self.state, self.router_replay
+        if topk.has_choice is not None:
+            real = real & topk.has_choice
+            state.compared[self.layer] += real.sum()
+            state.differing[self.layer] += (real & topk.differs).sum()
+        state.counts[self.layer] += (chosen & real[:, None]).sum(0)
 
     def _attach_losses(self, probs: torch.Tensor, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Add the terms of this rank's real tokens. logits fp32 [tokens, experts], real bool [tokens]."""

@@ -174,6 +174,7 @@ class _Inputs(PreProcessNode):
 
     def forward_impl(self) -> torch.Tensor:
         chunk, batch, state = self.gpt_model, self.batch, self.chunk_state
+        chunk.routers.begin(batch)  # nothing of a plan routes again in its backward
         state.packed_seq_params, state.rotary_pos_emb = chunk.attention_inputs(batch)
         state.rotary_pos_cos = state.rotary_pos_sin = state.sequence_len_offset = None
         if chunk.pre_process:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megarl.cluster import device
 from megarl.cluster.groups import Groups
-from megarl.model.chunk import PolicyChunk
 from megarl.objective.policy import BY_LAG, MAXIMA, SUMS
 
 
@@ -76,27 +75,3 @@ def _lag_statistics(by_lag: torch.Tensor) -> dict[str, float]:
             values |= {f"lag/{lag}/is_weight": one["is_weight"] / tokens, f"lag/{lag}/is_cut": one["is_cut"] / tokens,
                        f"lag/{lag}/clip_fraction": (one["clipped_low"] + one["clipped_high"]) / tokens}
     return values
-
-
-def router_statistics(chunks: list[PolicyChunk], fractions: list[torch.Tensor], groups: Groups) -> dict[str, float]:
-    """Losses and loads of the experts in an optimizer step, the same on every trainer; {} for a dense model.
-
-    Args:
-        fractions: per chunk of this rank, [layers, experts]: where the routers sent the step's tokens.
-    Returns:
-        moe/balance_loss and moe/z_loss (with their coefficients), and per layer moe/load_max/<layer>: the busiest
-        expert's share of tokens over its fair share.
-    """
-    if not fractions:
-        return {}
-    losses = torch.zeros(2, dtype=torch.float64, device=device.current())
-    loads = torch.zeros(chunks[0].hf.layers, dtype=torch.float64, device=device.current())
-    for chunk, one in zip(chunks, fractions, strict=True):
-        losses += torch.stack((chunk.routers.balance, chunk.routers.z))
-        if groups.tp == groups.cp == groups.dp == 0:
-            here = slice(chunk.part.first_layer, chunk.part.first_layer + len(one))
-            loads[here] = one.max(-1).values * one.size(-1) / groups.layout.mirrors
-    dist.all_reduce(losses)
-    dist.all_reduce(loads)
-    return {"moe/balance_loss": float(losses[0]), "moe/z_loss": float(losses[1]), "moe/load_max": float(loads.max()),
-            **{f"moe/load_max/{layer}": value for layer, value in enumerate(loads.tolist())}}

@@ -22,6 +22,7 @@ from megarl.data.table import SampleTable, cut_minibatches, plan_minibatch
 from megarl.objective.advantages import group_advantages, overlong_punishment, token_weights
 from megarl.objective.kl import kl_estimate
 from megarl.objective.recipes import Objective
+from megarl.update.experts import Load
 from megarl.update.pace import Pace
 
 
@@ -36,7 +37,7 @@ class Minibatch:
         trained_tokens: response tokens that are trained on, over all ranks.
         plan: of the packing.
         schedule, bubble: name of the pipeline schedule, and the fraction of time it is expected to wait.
-        fractions: per chunk of this rank, [layers, experts]: where the routers sent the minibatch's tokens.
+        loads: per chunk of this rank, where the routers sent the minibatch's tokens; empty for a dense model.
         stats: per micro-batch what the objective measured; None off the last stage.
     """
 
@@ -47,7 +48,7 @@ class Minibatch:
     plan: PackingPlan
     schedule: str
     bubble: float
-    fractions: list[torch.Tensor] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     stats: list[dict[str, torch.Tensor] | None] = field(default_factory=list)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from megarl.checkpoint.hf_import import load_hf
 from megarl.cluster.groups import Groups
@@ -18,7 +17,7 @@ from megarl.objective.policy import policy_loss
 from megarl.objective.recipes import Objective
 from megarl.pipeline.execute import Executor
 from megarl.pipeline.trace import Span
-from megarl.update import across, optimizer
+from megarl.update import across, experts, optimizer
 from megarl.update.experience import Minibatch
 from megarl.update.pace import Pace
 
@@ -34,6 +33,7 @@ class Policy:
         chunks: this rank's stages, bare.
         optimizer: with the DDP-wrapped chunks.
         pace: arranges the micro-batches of each optimizer step.
+        replay: what this rank needs of the engines' routing; None where it is not replayed.
     """
 
     def __init__(self, config: Config, hf: HFConfig, groups: Groups, objective: Objective) -> None:
@@ -54,20 +54,19 @@ class Policy:
         self._tp = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
         self._cp = parallel_state.get_context_parallel_group() if layout.context > 1 else None
         self._stage_peers = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        self.replay = experts.replay_share(config, hf, self.chunks, groups)
 
     def old_logprobs(self, minibatch: Minibatch) -> None:
-        """Fill in `old_logprobs`, with the weights as they are, and the experts' shares of the minibatch's tokens."""
-        self._count_experts(True)
-        self._fill(minibatch, "old_logprobs")
-        self._count_experts(False)
-        for chunk in self.chunks:
-            if chunk.routers is not None:
-                counts = chunk.routers.counts.double()
-                dist.all_reduce(counts, group=self._stage_peers)
-                minibatch.fractions.append(counts / counts.sum(-1, keepdim=True).clamp(min=1))
+        """Fill in `old_logprobs`, with the weights as they are, and where the minibatch's tokens were routed."""
+        with experts.counting(self.chunks, experts.OLD_PASS[self.config.moe.replay]):
+            self._fill(minibatch, "old_logprobs")
+        minibatch.loads = experts.loads(self.chunks, self._stage_peers)
 
     def reference_logprobs(self, minibatch: Minibatch) -> None:
-        """Fill in `ref_logprobs` with the weights that the run started from; nothing where no KL needs them."""
+        """Fill in `ref_logprobs` with the weights that the run started from; nothing where no KL needs them.
+
+        Its routers choose freely: it is another model, whose own distribution counts.
+        """
         if self._reference is not None:
             with self._reference.swapped_in():
                 self._fill(minibatch, "ref_logprobs")
@@ -95,19 +94,20 @@ class Policy:
 
     def gradients(self, minibatch: Minibatch, timed: bool = False) -> None:
         """Forward and backward of all micro-batches, gradients reduced; statistics stay with `minibatch`."""
-        for number, chunk in enumerate(self.chunks):
-            if chunk.routers is not None:
-                chunk.routers.reset()
-                chunk.routers.set_step(minibatch.fractions[number], minibatch.real_tokens)
+        for chunk, load in zip(self.chunks, minibatch.loads, strict=bool(minibatch.loads)):
+            chunk.routers.set_step(load.fractions, minibatch.real_tokens)
         self.optimizer.zero_grad()
-        minibatch.stats = self._executor.train(minibatch.batches, self._loss, minibatch.schedule, timed)
+        with experts.counting(self.chunks, experts.TRAINING[self.config.moe.replay]):
+            minibatch.stats = self._executor.train(minibatch.batches, self._loss, minibatch.schedule, timed)
         self.optimizer.finish_gradients()
 
     def step(self, minibatch: Minibatch) -> dict[str, float]:
         """Clip and apply the gradients; returns the statistics of the minibatch."""
         norm = self.optimizer.step()
+        if rate := self.config.model.balance.bias_rate:
+            experts.move_bias(self.chunks, experts.loads(self.chunks, self._stage_peers), rate)
         stats = across.policy_statistics(minibatch.stats, self.groups, self.config.rollout.max_lag + 1)
-        stats |= across.router_statistics(self.chunks, minibatch.fractions, self.groups)
+        stats |= experts.statistics(self.chunks, minibatch.loads, self.groups)
         return stats | {"optim/grad_norm": norm, "optim/lr": self.optimizer.lr, "optim/skipped": 0.0}
 
     def _logprobs(self, hidden_tbh: torch.Tensor, chunk: PolicyChunk, batch: PackedBatch
@@ -134,11 +134,4 @@ class Policy:
             ref_t=values.get("ref_logprobs"), engine_t=values["engine_logprobs"], lag_t=values["lag"],
             lags=self.config.rollout.max_lag + 1,
             sum_across=lambda tensor: across.sum_with_gradient(tensor, self._cp))
-
-    def _count_experts(self, on: bool) -> None:
-        for chunk in self.chunks:
-            if chunk.routers is not None:
-                if on:
-                    chunk.routers.reset()
-                chunk.routers.recording = on
 

@@ -81,7 +81,9 @@ class Routing:
         choices = torch.arange(k).expand(len(chunk.decoder.layers), len(places_t), k).clone()  # padding goes anywhere
         if args[0].sequences:
             choices[:, real_t] = self.known[self._key(args[0])][self.layers, places_t[real_t]]
-        chunk.routers.set_replay(choices)
+        args[0].experts.update({layer: rows.to(torch.int16) for layer, rows in zip(chunk.routers.layers, choices,
+                                                                                   strict=True)})
+        chunk.routers.routing = "replay"
 
     def _after(self, chunk: Any, args: tuple[Any], output: torch.Tensor) -> None:
         batch = args[0]

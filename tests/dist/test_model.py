@@ -24,7 +24,8 @@ def on_ranks(rank: int, folder: str) -> dict[str, Any]:
     make_groups(layout, datetime.timedelta(seconds=120), seed=1)
     path = Path(folder)
     return {"router": router_by_hand(), "padding": padding(path, layout), "recompute": recompute(path, layout),
-            "replay": replay(path, layout), "reference": reference(path, layout), "refused": refused(path, layout),
+            "replay": replay(path, layout), "recomputed_replay": recomputed_replay(path, layout),
+            "reference": reference(path, layout), "refused": refused(path, layout),
             "files": round_trip(path.parent / "bf16", layout)}
 
 
@@ -52,12 +53,12 @@ def router_by_hand() -> dict[str, Any]:
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, num_moe_experts=3,
                                add_bias_linear=False, moe_router_topk=2, moe_router_load_balancing_type="none",
                                moe_ffn_hidden_size=4)
-    state = RouterState(1, 3, BalanceConfig(coefficient=0.5, z_loss=0.25), torch.device("cpu"))
+    state = RouterState([0], 3, BalanceConfig(coefficient=0.5, z_loss=0.25), torch.device("cpu"))
     router = Router(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     router.attach(state, 0)
     state.set_step(torch.tensor([[0.5, 0.3, 0.2]]), global_tokens=10)
     logits = torch.tensor([[[1.0, 2.0, 0.0]], [[0.5, -1.0, 0.0]], [[1e30] * 3]], requires_grad=True)
-    state.recording = True
+    state.counting = True
     probs, chosen = router.routing(logits, torch.tensor([[False], [False], [True]]))
     probs.sum().mul(0.0).backward()
     return {"grad": logits.grad[:, 0], "balance": float(state.balance), "z": float(state.z),
@@ -72,7 +73,7 @@ def padding(path: Path, layout: Any) -> dict[str, float]:
     for order, multiple, total in (([0, 1, 2, 3], 1, 0), ([2, 0, 3, 1], 8, 128)):
         batch = models.pack([SEQUENCES[i] for i in order], multiple=multiple, total=total, pad_id=7)
         state.reset()
-        state.recording = True
+        state.counting = True
         with torch.no_grad():
             hidden = chunk(batch)[:, 0]
         where = {(order[i] if i < 4 else -1, p): row for row, (i, p) in enumerate(batch.where)}
@@ -88,7 +89,7 @@ def recompute(path: Path, layout: Any) -> dict[str, Any]:
     for kind in ("none", "full"):
         chunk = chunk_of(path, layout, recompute=kind, balance=dict(coefficient=0.1, z_loss=0.1))
         state = chunk.routers
-        state.recording = True
+        state.counting = True
         state.set_step(torch.full(state.counts.shape, 0.125), 60)
         chunk(models.pack(SEQUENCES)).square().mean().backward()
         seen.append((state.counts.tolist(), float(state.balance), float(state.z),
@@ -98,23 +99,57 @@ def recompute(path: Path, layout: Any) -> dict[str, Any]:
 
 
 def replay(path: Path, layout: Any) -> dict[str, Any]:
-    """Replayed choices give the same output, others another, and counts follow them."""
+    """Recorded choices give the same output, others another; counts follow them, but for tokens without a choice."""
     chunk, batch = chunk_of(path, layout), models.pack(SEQUENCES)
     state = chunk.routers
     state.keep_choices = True
     with torch.no_grad():
+        state.routing = "record"
         free = chunk(batch)
-        choices = torch.stack([state.choices[layer] for layer in range(4)])
-        state.set_replay(choices)
+        recorded = dict(batch.experts)
+        state.routing = "replay"
         same = chunk(batch)
-        state.set_replay((choices + 1) % 8)
-        state.recording = True
+        shifted = {layer: (chosen + 1) % 8 for layer, chosen in recorded.items()}
+        shifted[2][[0, 7]] = 255
+        batch.experts = shifted
+        state.counting = True
         other = chunk(batch)
-    expected = torch.stack([torch.bincount(((c + 1) % 8).flatten(), minlength=8) for c in choices])
-    with pytest.raises(RuntimeError, match="recomputed"):
-        chunk_of(path, layout, recompute="full").routers.set_replay(choices)
+    kept = [[choice for choice in shifted[layer].tolist() if choice[0] != 255] for layer in range(4)]
+    expected = torch.stack([torch.bincount(torch.tensor(rows).flatten(), minlength=8) for rows in kept])
+    chosen = state.choices[2]
+    with pytest.raises(RuntimeError, match="to replay, the batch has none"), torch.no_grad():
+        chunk(models.pack(SEQUENCES))
+    batch.experts = {layer: chosen[1:] for layer, chosen in shifted.items()}
+    with pytest.raises(RuntimeError, match=r"60 tokens x 2 experts .* has \(59, 2\)"), torch.no_grad():
+        chunk(batch)
     return {"same": torch.equal(free, same), "other": float((free - other).abs().max()),
-            "counts": torch.equal(state.counts, expected), "margin": state.margin}
+            "small": {str(choices.dtype) for choices in recorded.values()}, "compared": state.compared.tolist(),
+            "free": bool((chosen[[0, 7]] < 8).all()), "counts": torch.equal(state.counts, expected),
+            "margin": state.margin}
+
+
+def recomputed_replay(path: Path, layout: Any) -> dict[str, Any]:
+    """Two micro-batches in flight whose layers are recomputed: each with its own routing, in either order."""
+    batches = [models.pack(SEQUENCES[:2]), models.pack(SEQUENCES[2:])]
+    for number, batch in enumerate(batches):
+        random = torch.Generator().manual_seed(number)
+        batch.experts = {layer: torch.rand(len(batch.tokens_t), 8, generator=random).topk(2).indices.to(torch.uint8)
+                         for layer in range(4)}
+    grads = {}
+    for recompute in ("none", "full"):
+        chunk = chunk_of(path, layout, recompute=recompute, balance=dict(form="none"))
+        for order in ((0, 1), (1, 0)):
+            chunk.zero_grad(set_to_none=True)
+            chunk.routers.routing = "replay"
+            outputs = [chunk(batch).square().mean() for batch in batches]
+            chunk.routers.begin(None)
+            for number in order:
+                outputs[number].backward()
+            grads[recompute, order] = {name: parameter.grad for name, parameter in chunk.named_parameters()
+                                       if parameter.grad is not None}
+    first, *others = grads.values()
+    return {"router": min(float(grad.abs().max()) for name, grad in first.items() if "router" in name),
+            "gap": max(float((other[name] - grad).abs().max()) for other in others for name, grad in first.items())}
 
 
 def reference(path: Path, layout: Any) -> dict[str, bool]:
@@ -218,8 +253,15 @@ def test_recompute_counts_once(world: list[dict[str, Any]]) -> None:
 
 def test_replayed_routing(world: list[dict[str, Any]]) -> None:
     got = world[0]["replay"]
-    assert got["same"] and got["counts"] and got["other"] > 1e-3
+    assert got["same"] and got["counts"] and got["free"] and got["other"] > 1e-3
+    assert got["compared"] == [60, 60, 58, 60] and got["small"] == {"torch.uint8"}
     assert 0 < got["margin"] < 1
+
+
+def test_recomputed_layers_replay_their_own_micro_batch(world: list[dict[str, Any]]) -> None:
+    got = world[0]["recomputed_replay"]
+    assert got["router"] > 1e-6, "the router gets its gradient through the weights of the experts that it is given"
+    assert got["gap"] < 1e-7
 
 
 def test_reference_weights_change_places(world: list[dict[str, Any]]) -> None:

@@ -153,7 +153,7 @@ def compare(folder: Path, layout: Layout, family: str, options: dict[str, Any]) 
     found["weights"] = sum(p.numel() for m in chunk.modules() if hasattr(m, "weight_gradients") for p in [m.weight])
     if chunk.routers is not None:
         chunk.routers.reset()
-        chunk.routers.recording = True
+        chunk.routers.counting = True
         losses(chunk, layout)[1]()
         found["tokens"] = chunk.routers.counts
     return found

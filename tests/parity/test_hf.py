@@ -160,10 +160,10 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
                 errors["logits"] = max(errors["logits"], float((row - wanted).abs().max()))
 
     if state:
-        state.recording = True
+        state.counting = True
     executor.forward(batches, logits_error)
     if state:
-        state.recording = False
+        state.counting = False
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         torch.distributed.all_reduce(state.counts, group=stage)
         wanted = expected["counts"][chunk.part.first_layer: chunk.part.first_layer + len(state.counts)]
