@@ -14,6 +14,7 @@ import forks
 import torch.distributed as dist
 from rollout_parts import make_config, new_store
 
+from megarl.cluster.keys import NO_KEYS, Keys
 from megarl.cluster.partition import Partition
 from megarl.config.schema import Config
 from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
@@ -21,15 +22,17 @@ from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
 SCRIPTED = str(Path(__file__).with_name("scripted_engine.py"))
 
 
-def _supervise(port: int, config: Config, rank: int, run_dir: str, options: list[str] | None, ports: list[int]) -> None:
+def _supervise(port: int, config: Config, rank: int, run_dir: str, options: list[str] | None, ports: list[int],
+               keys: Keys) -> None:
     """In the child: supervise, with engine_command replaced unless `options` is None; leave the outcome in a file."""
     from megarl.rollout import supervisor
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="9", MASTER_ADDR="nowhere", MASTER_PORT="1", LOCAL_RANK="0",
                       TORCHELASTIC_USE_AGENT_STORE="True", MEGARL_RUN_DIR=run_dir, MARK_OF_TEST=run_dir)
     if options is not None:
-        supervisor.engine_command = lambda config, number, first_gpu, host, port, version: [
-            sys.executable, SCRIPTED, "--host", host, "--port", str(port), "--weight-version", version, *options]
+        supervisor.engine_command = lambda config, number, first_gpu, host, port, version, part, keys_file: [
+            sys.executable, SCRIPTED, "--host", host, "--port", str(port), "--weight-version", version, *options,
+            *([f"--part={part.node}/{part.nodes}@{part.meeting}"] if part else [])]
     if ports:
         real, supervisor.free_port = supervisor.free_port, lambda host: ports.pop(0) if ports else real(host)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -37,7 +40,7 @@ def _supervise(port: int, config: Config, rank: int, run_dir: str, options: list
                           config.cluster.rollouts)
     outcome: dict[str, Any] = {"error": None}
     try:
-        supervisor.supervise(config, partition, store, run_dir)
+        supervisor.supervise(config, partition, store, run_dir, keys=keys)
     except (Exception, KeyboardInterrupt) as error:
         outcome = {"error": type(error).__name__, "message": str(error)}
     Path(run_dir, f"outcome{rank}.json").write_text(json.dumps(outcome))
@@ -54,19 +57,21 @@ class Supervised:
         options: of the scripted engines; None: real engines.
         ports: taken by the first starts of engines instead of free ones.
         beat: whether the trainers show signs of life.
+        keys: of the engines' servers.
         config: sections over those of `make_config`.
     """
 
     def __init__(self, run_dir: Path, *, rollouts: int = 1, engines: int = 1, options: list[str] | None = (),
-                 ports: list[int] = (), beat: bool = True, model: str = "none", **config: dict[str, Any]) -> None:
+                 ports: list[int] = (), beat: bool = True, model: str = "none", keys: Keys = NO_KEYS,
+                 **config: dict[str, Any]) -> None:
         self.config = make_config(model, **{
             **config, "cluster": {"trainers": 1, "rollouts": rollouts, **config.get("cluster", {})},
             "rollout": {"engines_per_rank": engines, "start_attempts": 2, **config.get("rollout", {})}})
         self.run_dir, self.store = run_dir, new_store()
         self.heartbeat = beat_for_trainers(self.store) if beat else None
-        self.fleet = Fleet(self.store, rollouts, engines, self.config.cluster.lease_timeout_s)
+        self.fleet = Fleet.from_config(self.config, self.store, keys)
         arguments = [(self.store.port, self.config, 1 + rank, str(run_dir),
-                      None if options is None else list(options), list(ports)) for rank in range(rollouts)]
+                      None if options is None else list(options), list(ports), keys) for rank in range(rollouts)]
         self.processes = [forks.context().Process(target=_supervise, args=call) for call in arguments]
         for process in self.processes:
             process.start()

@@ -79,8 +79,8 @@ class BalanceConfig(Section):
 class CollapseConfig(Section):
     """What happens when a layer sends most of its tokens to few experts."""
 
-    entropy: float = Field(0.0, ge=0, lt=1, description="a layer has collapsed if the entropy of its load, 1 when even, "
-                           "is below; 0 is off")
+    entropy: float = Field(0.0, ge=0, lt=1, description="a layer has collapsed if the entropy of its load, 1 when "
+                           "even, is below; 0 is off")
     steps: PositiveInt = Field(3, description="optimizer steps in a row until something is done, and until more is")
     action: Literal["warn", "raise", "freeze", "stop"] = Field(
         "warn", description="raise: multiply balance.coefficient; freeze: the routers learn no more; stop: end the run")
@@ -91,8 +91,8 @@ class MoEConfig(Section):
     """Training of a mixture of experts, its balance apart (model.balance)."""
 
     replay: Literal["none", "engine", "old"] = Field(
-        "none", description="route a token in training as: engine: the engine did that sampled it; old: the trainer did "
-        "for the old log-probs; none: the router would now")
+        "none", description="route a token in training as: engine: the engine did that sampled it; old: the trainer "
+        "did for the old log-probs; none: the router would now")
     router_lr: NonNegativeFloat = Field(1.0, description="factor of the routers' learning rate; 0: they are frozen")
     collapse: CollapseConfig = Field(CollapseConfig(), description="alarm for uneven loads")
 
@@ -117,6 +117,7 @@ class SourceConfig(Section):
     weight: PositiveFloat = Field(1.0, description="share of an epoch's draws relative to the other sources")
     prompt: str = Field("prompt", description="column: text, or a list of chat messages")
     label: str = Field("label", description="column with the reference answer; empty: there is none")
+    environment: str = Field("", description="name of one of environments; empty: the model answers once")
 
 
 class DataConfig(Section):
@@ -178,6 +179,26 @@ class RolloutConfig(Section):
         default_factory=list, description="words before that python: apptainer exec, srun --container-image ...")
 
 
+class EnvironmentConfig(Section):
+    """One environment: a task of several turns, for the data sources that name it."""
+
+    name: str = Field(description="by which data sources and evaluation sets name it")
+    source: str = Field(description="calculator, search, program; or module:name or file.py:name of your own")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of its class or function")
+    tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "deepseek", "glm"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template does")
+    concurrency: PositiveInt = Field(256, description="episodes at a time per data-parallel rank")
+    timeout_s: PositiveFloat = Field(600.0, description="of one attempt at an episode, seconds")
+    retries: NonNegativeInt = Field(1, description="further attempts at an episode whose code raised or took too long")
+    max_turns: PositiveInt = Field(16, description="replies of the model in an episode; one that needs more is cut")
+    max_turn_tokens: PositiveInt | None = Field(
+        None, description="of one reply; null: what rollout.max_response_tokens, observations included, leaves")
+    credit: Literal["episode", "turn"] = Field(
+        "episode", description="advantages of all tokens from the episode's reward, or of each turn's from its return")
+    discount: float = Field(1.0, ge=0, le=1, description="of credit turn: weight of the next turn's return")
+    reward_terms: bool = Field(False, description="add what reward.terms give for the last reply")
+
+
 class RewardTerm(Section):
     """One reward function of the weighted sum."""
 
@@ -190,7 +211,8 @@ class RewardTerm(Section):
 class RewardConfig(Section):
     """How a sample is scored."""
 
-    terms: list[RewardTerm] = Field(min_length=1, description="summed with their weights")
+    terms: list[RewardTerm] = Field(default_factory=list, description="summed with their weights; each data source "
+                                    "needs one, unless its environment gives the reward")
     workers: PositiveInt = Field(2, description="worker processes per leader")
     timeout_s: PositiveFloat = Field(10.0, description="of scoring one sample, seconds")
     on_error: Literal["drop", "value"] = Field("drop", description="what happens to a sample whose reward failed")
@@ -309,6 +331,7 @@ class EvalSetConfig(Section):
     name: str = Field("", description="in the metrics; the file's stem if empty")
     prompt: str = Field("prompt", description="column: text, or a list of chat messages")
     label: str = Field("label", description="column with the reference answer; empty: there is none")
+    environment: str = Field("", description="name of one of environments; empty: the model answers once")
     limit: PositiveInt | None = Field(None, description="use the first so many prompts")
     sampling: SamplingConfig = Field(SamplingConfig(), description="how it is sampled")
     pass_at: list[PositiveInt] = Field(default_factory=list, description="k of pass@k; each at most sampling.samples")
@@ -345,7 +368,8 @@ class Config(Section):
     moe: MoEConfig = Field(MoEConfig(), description="training of a mixture of experts")
     data: DataConfig = Field(description="training prompts")
     rollout: RolloutConfig = Field(RolloutConfig(), description="sampling during training")
-    reward: RewardConfig = Field(description="how a sample is scored")
+    environments: list[EnvironmentConfig] = Field(default_factory=list, description="conversations of several turns")
+    reward: RewardConfig = Field(RewardConfig(), description="how a sample is scored")
     objective: ObjectiveConfig = Field(ObjectiveConfig(), description="the loss")
     batch: BatchConfig = Field(BatchConfig(), description="from an experience to optimizer steps")
     optim: OptimConfig = Field(OptimConfig(), description="AdamW")

@@ -12,10 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from megarl.config import options
@@ -26,24 +25,44 @@ VERSION = "0.5.23"  # whose protocol megarl was written against and tested with
 OWNED = {
     "model_path": "set model.path", "dtype": "set model.dtype", "weight_version": "publishing names the weights",
     **dict.fromkeys(("host", "port"), "megarl chooses it"),
+    **dict.fromkeys(("api_key", "admin_api_key"), "set MEGARL_API_KEY and MEGARL_ADMIN_KEY, or neither"),
     "config": "give its options here",
-    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "an engine lives on one host in this version")}
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "set rollout.gpus_per_rank; it follows from that")}
 _HOW_TO_GET = (f"run bash launch/setup_sglang.sh (CPU), or pip install sglang=={VERSION} into an environment of its "
                "own, and give its python")
 _OF_ONE_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _ASK = """\
-import importlib.metadata, importlib.util, json
+import importlib.metadata, importlib.util, json, pathlib
 spec = importlib.util.find_spec("sglang")
-origin = spec and spec.origin
-print(json.dumps([origin, origin and importlib.metadata.version("sglang")]))"""
+if not (spec and spec.origin):
+    print("null")
+else:
+    srt = pathlib.Path(spec.origin).parent / "srt"
+    read = lambda path: path.read_text(encoding="utf-8")
+    print(json.dumps({
+        "version": importlib.metadata.version("sglang"),
+        "updates": any("/begin_weight_update" in read(path) for path in (srt / "entrypoints").rglob("*.py")),
+        "fields": [read(path) for path in sorted((srt / "arg_groups" / "fields").glob("*.py"))],
+        "server_args": read(srt / "server_args.py")}))"""
+_ASK_NCCL = """\
+import torch
+version = getattr(torch._C, "_nccl_version", None)
+version = version and version()
+print(".".join(map(str, version[:3] if isinstance(version, tuple) else
+                   (version >> 32, version >> 16 & 65535, version & 65535))) if version else "")"""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """SGLang as a Python finds it."""
+    """SGLang as a Python finds it.
 
-    package: Path
+    Attributes:
+        version: its.
+        arguments: of its server, see `server_arguments`.
+    """
+
     version: str
+    arguments: Mapping[str, Any]
 
 
 def python(config: Config) -> str:
@@ -60,30 +79,61 @@ def environment(interpreter: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @cache
-def installation(interpreter: str) -> Installation:
+def installation(interpreter: str, prefix: tuple[str, ...] = ()) -> Installation:
     """Ask an interpreter for SGLang, without importing it.
 
+    Args:
+        interpreter: a program; where `prefix` is given, as it is called in there.
+        prefix: words that run it elsewhere (`rollout.sglang_prefix`).
     Raises:
         UserMistake: there is no such interpreter, or no SGLang in its environment, or one without the calls
             begin_weight_update and end_weight_update.
     """
     where = "rollout.sglang_python"
-    if shutil.which(interpreter) is None:
-        raise UserMistake(f"{interpreter} is not a program", where, _HOW_TO_GET)
+    if shutil.which((*prefix, interpreter)[0]) is None:
+        raise UserMistake(f"{(*prefix, interpreter)[0]} is not a program", "rollout.sglang_prefix" if prefix else where,
+                          "name a program of this host" if prefix else _HOW_TO_GET)
     try:
-        asked = subprocess.run([interpreter, "-c", _ASK], capture_output=True, text=True, timeout=60, check=True,
-                               cwd="/", env=environment(interpreter, os.environ))
-        origin, version = json.loads(asked.stdout)
+        found = json.loads(_ask(interpreter, prefix, _ASK))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise UserMistake(f"{interpreter} does not work as a Python: {error}", where, _HOW_TO_GET) from error
-    if origin is None:
+    if found is None:
         raise UserMistake(f"{interpreter} has no package sglang", where, _HOW_TO_GET)
-    found = Installation(Path(origin).parent, version)
-    sources = (found.package / "srt" / "entrypoints").rglob("*.py")
-    if not any("/begin_weight_update" in path.read_text(encoding="utf-8") for path in sources):
-        raise UserMistake(f"SGLang {version} of {interpreter} knows no begin_weight_update and end_weight_update: its "
-                          "weights cannot be updated as one", where, f"use SGLang {VERSION}")
-    return found
+    if not found["updates"]:
+        raise UserMistake(f"SGLang {found['version']} of {interpreter} knows no begin_weight_update and "
+                          "end_weight_update: its weights cannot be updated as one", where, f"use SGLang {VERSION}")
+    return Installation(found["version"], server_arguments(found["fields"], found["server_args"]))
+
+
+def _ask(interpreter: str, prefix: tuple[str, ...], code: str) -> str:
+    """What a program prints in an interpreter's environment."""
+    return subprocess.run([*prefix, interpreter, "-c", code], capture_output=True, text=True, check=True, cwd="/",
+                          timeout=600 if prefix else 60, env=environment(interpreter, os.environ)).stdout
+
+
+def check_nccl(config: Config) -> None:
+    """Compare the NCCL that this environment loads with SGLang's: one broadcast cannot join two versions.
+
+    Both torches are imported for it, which takes seconds. Nothing is compared where one of them has no NCCL.
+
+    Raises:
+        UserMistake: they differ; both are named.
+    """
+    try:
+        ours, theirs = (_ask(*at, _ASK_NCCL).strip() for at in (
+            (sys.executable, ()), (python(config), tuple(config.rollout.sglang_prefix))))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserMistake(f"asking for the version of NCCL failed: {error}", "rollout.sglang_python",
+                          "torch must be importable there") from error
+    if ours and theirs and ours != theirs:
+        raise UserMistake(f"its torch loads NCCL {theirs}, the trainers' torch NCCL {ours}: they refuse to exchange "
+                          "weights", "rollout.sglang_python",
+                          f"install nvidia-nccl-cu12 or -cu13 =={max(ours, theirs, key=_numbers)} in both "
+                          "environments, or use images with the same NCCL")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 def check(config: Config, notes: list[str]) -> Iterator[UserMistake]:
@@ -92,13 +142,15 @@ def check(config: Config, notes: list[str]) -> Iterator[UserMistake]:
     if config.rollout.engine == "sglang":
         yield from _sizes(config)
         try:
-            found = installation(python(config))
+            if config.cluster.rollouts:  # else engines are others' affair
+                found = installation(python(config), tuple(config.rollout.sglang_prefix))
+                fields = found.arguments
+                if found.version != VERSION:
+                    notes.append(f"SGLang {found.version}: megarl was written against {VERSION}")
+                if config.cluster.device not in ("cpu", "auto"):
+                    check_nccl(config)
         except UserMistake as mistake:
             yield mistake
-        else:
-            fields = server_arguments(found.package)
-            if found.version != VERSION:
-                notes.append(f"SGLang {found.version}: megarl was written against {VERSION}")
     yield from options.check_fields("sglang", config.sglang, fields, OWNED, "ServerArgs")
 
 
@@ -116,21 +168,24 @@ def _sizes(config: Config) -> Iterator[UserMistake]:
                           "set it to false, or use rollout.engine: embedded")
 
 
-def server_arguments(package: Path) -> dict[str, Any]:
+def server_arguments(fields: Sequence[str], server_args: str) -> dict[str, Any]:
     """SGLang's server arguments and their types, by the names of their flags with underscores.
 
-    They are the annotated fields `name: A[type, help or Arg(...)]` of the classes in `srt/arg_groups/fields`, and what
-    `srt/server_args.py` adds by hand. An Arg may give the flag another name, or none. A switch that can be turned off
-    (`--no-name`) is also there as `no_name`.
+    An Arg may give the flag another name, or none. A switch that can be turned off (`--no-name`) is also there as
+    `no_name`.
+
+    Args:
+        fields: sources of `srt/arg_groups/fields`, whose classes have annotated fields `name: A[type, help or Arg()]`.
+        server_args: source of `srt/server_args.py`, which adds some by hand.
     """
     found: dict[str, Any] = {}
     without_flag: dict[str, Any] = {}
-    for path in sorted((package / "srt" / "arg_groups" / "fields").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for source in fields:
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 arguments, has_flag = _argument(node.target.id, node.annotation)
                 (found if has_flag else without_flag).update(arguments)
-    for node in ast.walk(ast.parse((package / "srt" / "server_args.py").read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(server_args)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument") and node.args:
             name = _name(node.args[0])
             found.setdefault(name, without_flag.get(name, Any))

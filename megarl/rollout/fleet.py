@@ -4,7 +4,9 @@ Supervisors write one record per engine and move one lease counter each. The tra
 which engines took them (`mark_synced`): only those may generate. An engine that was restarted since has a new
 incarnation, is not on that list, and so gets no request until a publish has reached it.
 
-Keys, all under "fleet/": engine/<id>, load/<id>, lease/<rollout rank>, synced, condemned/<id>, trainers (lease), stop.
+Keys, all under "fleet/": engine/<id>, load/<id>, lease/<rollout rank>, synced, condemned/<id>, trainers (lease), stop;
+of an engine over several ranks also launch/<id> (which incarnation its parts are to start), and joined/<id>/<rank> and
+ended/<id>/<rank> (what became of a part).
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from typing import Literal
 from torch.distributed import PrefixStore, Store
 
 from megarl.cluster.keys import NO_KEYS, Keys
+from megarl.config.engines import nodes
+from megarl.config.schema import Config
 from megarl.errors import EXIT_MISTAKE, MachineFault, UserMistake
 from megarl.rollout.balance import Balancer, Load
 from megarl.rollout.lease import Heartbeat, LeaseWatch, read_counter
 
 __all__ = ["Balancer", "EngineRecord", "Fleet", "Registrar"]
 TRAINERS_LEASE = "trainers"
+URL = "url"  # stands for a rollout rank in the ids and the lease of engines that others started
 POLL_S = 0.2
 
 
@@ -66,9 +71,10 @@ class EngineRecord:
         return f"engine {self.id}: {self.state}" + (f" ({self.detail})" if self.detail else "")
 
 
-def engine_ids(rollouts: int, engines_per_rank: int) -> list[str]:
-    """Ids of every engine of a run, in order."""
-    return [f"{rank}.{number}" for rank in range(rollouts) for number in range(engines_per_rank)]
+def engine_ids(rollouts: int, engines_per_rank: int, nodes: int = 1, urls: int = 0) -> list[str]:
+    """Ids of every engine of a run, in order: `<first rollout rank>.<number>`; of others' engines `url.<number>`."""
+    return [*(f"{rank}.{number}" for rank in range(0, rollouts, nodes) for number in range(engines_per_rank)),
+            *(f"{URL}.{number}" for number in range(urls))]
 
 
 def fleet_store(store: Store) -> PrefixStore:
@@ -92,18 +98,26 @@ class Fleet:
     Args:
         store: the control store of this life of the job.
         rollouts, engines_per_rank: sizes, from the config.
+        nodes: consecutive rollout ranks over which one engine is spread.
+        urls: number of engines that others started.
         lease_timeout_s: an engine whose supervisor's lease stands still for so long counts as gone.
         keys: of the engines' servers; go into the records.
     """
 
-    def __init__(self, store: Store, rollouts: int, engines_per_rank: int, lease_timeout_s: float, *,
-                 keys: Keys = NO_KEYS) -> None:
-        self._store, self._keys = fleet_store(store), keys
-        self._ids = engine_ids(rollouts, engines_per_rank)
+    def __init__(self, store: Store, rollouts: int, engines_per_rank: int, lease_timeout_s: float, *, nodes: int = 1,
+                 urls: int = 0, keys: Keys = NO_KEYS) -> None:
+        self._store, self._keys, self._nodes = fleet_store(store), keys, nodes
+        self._ids = engine_ids(rollouts, engines_per_rank, nodes, urls)
         self._lease_timeout_s = lease_timeout_s
-        self._leases = {str(rank): LeaseWatch() for rank in range(rollouts)}
+        self._leases = {name: LeaseWatch() for name in [*map(str, range(rollouts)), *([URL] if urls else [])]}
         self._read = _Reader(self._store)
         self._read_at, self._records = float("-inf"), []
+
+    @classmethod
+    def from_config(cls, config: Config, store: Store, keys: Keys = NO_KEYS) -> Fleet:
+        """The fleet that `cluster`, `rollout` and `sglang` describe."""
+        return cls(store, config.cluster.rollouts, config.rollout.engines_per_rank, config.cluster.lease_timeout_s,
+                   nodes=nodes(config), urls=len(config.rollout.urls), keys=keys)
 
     def records(self, max_age_s: float = 0.0) -> list[EngineRecord]:
         """All engines that have a record; read again if the last reading is older than `max_age_s`."""
@@ -118,9 +132,9 @@ class Fleet:
         return self._records
 
     def engines(self, max_age_s: float = 0.0) -> list[EngineRecord]:
-        """Engines that are up, under a supervisor whose lease moves; current weights or not (see `synced_engines`)."""
+        """Engines that are up, under supervisors whose leases move; current weights or not (see `synced_engines`)."""
         return [record for record in self.records(max_age_s) if record.state == "up" and
-                self._leases[record.id.split(".")[0]].quiet_s < self._lease_timeout_s]
+                not self._silent_rank(record.id)]
 
     def synced_engines(self, max_age_s: float = 0.0) -> list[EngineRecord]:
         """Those of `engines` that took the last published weights and still are the same process."""
@@ -134,8 +148,17 @@ class Fleet:
         self._store.set("synced", json.dumps({"version": version, "engines": [record.key for record in engines]}))
 
     def condemn(self, record: EngineRecord, why: str) -> None:
-        """Have the supervisor kill and restart this engine (for instance when its weight update was cut short)."""
-        self._store.set(f"condemned/{record.id}", json.dumps({"incarnation": record.incarnation, "why": why}))
+        """Have the supervisor kill and restart this engine (for instance when its weight update was cut short).
+
+        One that others started cannot be killed: it is left out until it could be brought back to a known state.
+        """
+        self._store.set(f"condemned/{record.id}", json.dumps([record.incarnation, why]))
+
+    def _silent_rank(self, engine: str) -> str | None:
+        """The rollout rank under this engine, or under a part of it, whose lease stands still."""
+        first = engine.split(".")[0]
+        ranks = [first] if first == URL else map(str, range(int(first), int(first) + self._nodes))
+        return next((rank for rank in ranks if self._leases[rank].quiet_s >= self._lease_timeout_s), None)
 
     def wait_ready(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> list[EngineRecord]:
         """Wait until every engine of the run is up.
@@ -175,10 +198,11 @@ class Fleet:
         lines = []
         for name in sorted(set(self._ids) - {record.id for record in present}):
             rank = name.split(".")[0]
+            who = "trainer 0, which looks after it," if rank == URL else f"rollout rank {rank}"
             if name not in known:
-                lines.append(f"engine {name}: rollout rank {rank} has not reported it")
-            elif known[name].state == "up" and self._leases[rank].quiet_s >= self._lease_timeout_s:
-                lines.append(f"engine {name}: rollout rank {rank} is silent")
+                lines.append(f"engine {name}: {who} has not reported it")
+            elif known[name].state == "up" and (silent := self._silent_rank(name)):
+                lines.append(f"engine {name}: {who if rank == URL else f'rollout rank {silent}'} is silent")
             elif known[name].state == "up":
                 lines.append(f"engine {name}: up, without this run's weights (restarted since the last publish)")
             else:
@@ -234,6 +258,37 @@ class Registrar:
         """Move this supervisor's lease."""
         self._store.add(f"lease/{self._rank}", 1)
 
+    def peers(self, ranks: Sequence[int]) -> list[int]:
+        """The leases of other rollout ranks, 0 for one that has not begun."""
+        return [read_counter(self._store, f"lease/{rank}") for rank in ranks]
+
+    def announce(self, engine: str, incarnation: int, meeting: str) -> None:
+        """Have the engine's other parts start as this incarnation and meet there; "" has them end."""
+        self._store.set(f"launch/{engine}", json.dumps([incarnation, meeting]))
+
+    def launch(self, engine: str) -> tuple[int, str]:
+        """(incarnation, meeting) announced last, (0, "") if none."""
+        return self._tuple(f"launch/{engine}", (0, ""))
+
+    def join(self, engine: str, incarnation: int) -> None:
+        """Note that this rank has started its part of this incarnation."""
+        self._store.set(f"joined/{engine}/{self._rank}", json.dumps([incarnation]))
+
+    def joined(self, engine: str) -> int:
+        """The incarnation that this rank, or an earlier process of it, started its part of last; 0 if none."""
+        return self._tuple(f"joined/{engine}/{self._rank}", (0,))[0]
+
+    def end_part(self, engine: str, incarnation: int, why: str, status: int) -> None:
+        """Tell the engine's first rank that this rank's part is gone."""
+        self._store.set(f"ended/{engine}/{self._rank}", json.dumps([incarnation, why, status]))
+
+    def ended_part(self, engine: str, rank: int) -> tuple[int, str, int]:
+        """(incarnation, why, exit status) of another rank's part that ended last, (0, "", 0) if none did."""
+        return self._tuple(f"ended/{engine}/{rank}", (0, "", 0))
+
+    def _tuple(self, key: str, default: tuple) -> tuple:
+        return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else default
+
     def trainers_beat(self) -> int:
         """The trainers' lease, 0 while they have not begun."""
         return read_counter(self._store, TRAINERS_LEASE)
@@ -244,10 +299,7 @@ class Registrar:
 
     def condemned(self, engine: str) -> tuple[int, str]:
         """(incarnation, why) that the trainers want killed last, (0, "") if none."""
-        if not self._store.check([f"condemned/{engine}"]):
-            return 0, ""
-        verdict = json.loads(self._store.get(f"condemned/{engine}"))
-        return verdict["incarnation"], verdict["why"]
+        return self._tuple(f"condemned/{engine}", (0, ""))
 
 
 def stopped(record: EngineRecord, state: str, detail: str = "", status: int = 0) -> EngineRecord:

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import aiohttp
 
+from megarl.cluster.keys import ADMIN, API, NO_KEYS, Keys
 from megarl.cluster.partition import Partition
 from megarl.config import sglang
+from megarl.config.engines import gpus, nodes
 from megarl.config.schema import Config
 from megarl.errors import EXIT_MISTAKE, MachineFault, UserMistake
 from megarl.rollout.client import EngineClient, EngineError
-from megarl.rollout.sglang import server_command
+from megarl.rollout.sglang import Part, server_command
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ _LAST_LINES = 30
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # An engine that inherits these takes part in the trainers' rendezvous (or hangs in its own), or ends their run.
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-                  "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RUN_DIR")
+                  "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RUN_DIR", API, ADMIN)
 
 
 def first_gpu(config: Config, partition: Partition) -> int:
@@ -42,35 +44,38 @@ def first_gpu(config: Config, partition: Partition) -> int:
     A host's ranks are consecutive, as torchrun and srun give them out.
     """
     trainers = max(partition.trainers - (partition.rank - partition.local_rank), 0)
-    each = config.rollout.engines_per_rank * int(config.sglang.get("tp_size", 1))
+    each = config.rollout.engines_per_rank * (gpus(config) // nodes(config))
     return (0 if config.cluster.device == "cpu" else trainers) + (partition.local_rank - trainers) * each
 
 
-def engine_command(config: Config, number: int, first_gpu: int, host: str, port: int, version: str) -> list[str]:
+def engine_command(config: Config, number: int, first_gpu: int, host: str, port: int, version: str,
+                   part: Part | None = None, keys_file: Path | None = None) -> list[str]:
     """The command line of an engine.
 
     Args:
         config: `rollout.engine` says which one.
         number: of this engine within its rollout rank.
-        first_gpu: of the rollout rank; an SGLang engine takes the GPUs from first_gpu + number * tp_size on, unless
-            `sglang.base_gpu_id` is set.
+        first_gpu: of the rollout rank; an SGLang engine takes the GPUs from first_gpu + number * its own number on,
+            unless `sglang.base_gpu_id` is set.
         host, port: where it listens.
         version: name of the weights it starts with, which no trainer published.
+        part, keys_file: of SGLang, see `server_command`.
     """
     common = ["--model-path", config.model.path, "--host", host, "--port", str(port),
               "--dtype", _DTYPES[config.model.dtype], "--weight-version", version]
     if config.rollout.engine == "embedded":
         return [sys.executable, "-m", "megarl.rollout.embedded", *common, "--slots", str(config.rollout.slots),
                 "--update-timeout", str(config.sync.timeout_s)]
-    return server_command(config, common, first_gpu + number * int(config.sglang.get("tp_size", 1)), version)
+    return server_command(config, common, first_gpu + number * gpus(config), version, part, keys_file)
 
 
-def engine_environment(interpreter: str = sys.executable) -> dict[str, str]:
-    """This process's environment without the launcher's variables, for an engine that `interpreter` runs."""
+def engine_environment(interpreter: str = sys.executable, keys: Keys = NO_KEYS) -> dict[str, str]:
+    """This process's environment for an engine that `interpreter` runs: with keys, without the launcher's variables."""
     kept = {name: value for name, value in os.environ.items()
             if name not in _NOT_INHERITED and not name.startswith("TORCHELASTIC_")}
     # its health must not wait for the end of a pause
-    return {**sglang.environment(interpreter, kept), "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    return {**sglang.environment(interpreter, kept), **keys.environment(),
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
 def free_port(host: str) -> int:
@@ -91,9 +96,9 @@ def is_taken(host: str, port: int) -> bool:
             return error.errno == errno.EADDRINUSE
 
 
-def engine_url(host: str, port: int) -> str:
-    """`http://host:port`, an IPv6 address in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def socket_address(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class EngineProcess:
@@ -106,26 +111,32 @@ class EngineProcess:
     """
 
     def __init__(self, name: str, address: tuple[str, int], version: str, log_path: Path, log_offset: int,
-                 process: asyncio.subprocess.Process) -> None:
-        self.name, self.url, self.log_path = name, engine_url(*address), log_path
+                 process: asyncio.subprocess.Process, keys: Keys = NO_KEYS) -> None:
+        self.name, self.url, self.log_path = name, f"http://{socket_address(*address)}", log_path
         self._address, self._version, self._log_offset, self._process = address, version, log_offset, process
+        self._keys = keys
 
     @classmethod
-    async def start(cls, name: str, command: list[str], address: tuple[str, int], version: str,
-                    log_path: Path) -> EngineProcess:
+    async def start(cls, name: str, command: list[str], address: tuple[str, int], version: str, log_path: Path, *,
+                    interpreter: str = sys.executable, keys: Keys = NO_KEYS) -> EngineProcess:
         """Start `command` in a process group of its own, killed by the kernel if this process dies.
 
-        Must be called from the main thread: the kernel's promise is bound to the thread that forks.
+        Must be called from the main thread: the kernel's promise is bound to the thread that forks. The log is for
+        this user alone: SGLang writes all its arguments there, keys too.
+
+        Args:
+            interpreter: that the command runs, perhaps after a prefix.
+            keys: that the server takes.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "ab") as file:
+        with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
             file.write(f"--- {' '.join(command)}\n".encode())
             file.flush()
             offset = file.tell()
             process = await asyncio.create_subprocess_exec(
                 sys.executable, str(_CHILD), str(os.getpid()), *command, stdin=asyncio.subprocess.DEVNULL, stdout=file,
-                stderr=asyncio.subprocess.STDOUT, env=engine_environment(command[0]), start_new_session=True)
-        return cls(name, address, version, log_path, offset, process)
+                stderr=asyncio.subprocess.STDOUT, env=engine_environment(interpreter, keys), start_new_session=True)
+        return cls(name, address, version, log_path, offset, process, keys)
 
     @property
     def pid(self) -> int:
@@ -141,7 +152,7 @@ class EngineProcess:
             UserMistake: it ended with status 64; the message is its own.
             MachineFault: it ended otherwise, or did not answer in time.
         """
-        client = EngineClient(self.url, session, control_timeout_s=5.0, retries=0)
+        client = EngineClient(self.url, session, control_timeout_s=5.0, retries=0, keys=self._keys)
         begun, told = time.monotonic(), 0.0
         while True:
             if self._process.returncode is not None:
@@ -178,6 +189,11 @@ class EngineProcess:
             except EngineError as error:
                 if time.monotonic() - heard > silence_s:
                     return MachineFault(f"{self.name} has been silent for {silence_s:.0f} s: {error}")
+
+    async def wait_end(self) -> MachineFault | UserMistake:
+        """Return why it died, once its process has ended."""
+        await self._process.wait()
+        return self.death()
 
     def death(self) -> MachineFault | UserMistake:
         """Why an ended process ended, with its own last words.

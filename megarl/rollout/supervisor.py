@@ -3,6 +3,10 @@
 It holds no model and no device context. Each engine is a child process; a dead one is taken out of the fleet's
 registry, started again after a pause, and registered under a new incarnation, which generates nothing until the next
 publish of weights has reached it. However this program ends, its engines end with it.
+
+An SGLang engine that is too large for one rank's GPUs is spread over consecutive ranks, one process on each. The first
+of these ranks registers it and says which incarnation the others are to start their parts of. If any part dies, all
+end, and the next incarnation is begun.
 """
 
 from __future__ import annotations
@@ -10,29 +14,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
 import signal
-import threading
-import time
+import sys
+from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
+from megarl.cluster.keys import NO_KEYS, Keys
 from megarl.cluster.partition import Partition
 from megarl.config import sglang
+from megarl.config.engines import nodes
 from megarl.config.schema import Config
-from megarl.errors import Ended, MachineFault, MegarlError, UserMistake
+from megarl.errors import EXIT_MISTAKE, Ended, MachineFault, MegarlError, UserMistake
 from megarl.rollout.balance import Load
 from megarl.rollout.client import EngineClient, open_session
 from megarl.rollout.fleet import EngineRecord, Registrar, stopped
-from megarl.rollout.lease import BEAT_S, LeaseWatch
-from megarl.rollout.process import GRACE_S, EngineProcess, engine_command, first_gpu, free_port
+from megarl.rollout.lease import BEAT_S
+from megarl.rollout.link import Link
+from megarl.rollout.process import GRACE_S, EngineProcess, engine_command, first_gpu, free_port, socket_address
 from megarl.rollout.protocol import EngineError
+from megarl.rollout.sglang import Part, on_cpu, write_keys
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WATCH_S = 0.1
 RESTART_PAUSE_S = 0.5  # before an engine is started again; doubles with each failed start in a row
@@ -41,7 +51,7 @@ LOAD_S = 0.5  # between readings of an engine's load
 
 
 def supervise(config: Config, partition: Partition, store: Store, run_dir: Path | str, *,
-              address: str = "127.0.0.1") -> None:
+              address: str = "127.0.0.1", keys: Keys = NO_KEYS) -> None:
     """Run this rank's engines until the trainers request the stop; must be called from the main thread.
 
     Args:
@@ -50,90 +60,40 @@ def supervise(config: Config, partition: Partition, store: Store, run_dir: Path 
         store: the control store of this life of the job.
         run_dir: engines log to `run_dir/logs/engine-<id>.log`.
         address: of the interface that engines bind to; loopback where the whole job is on this host.
+        keys: that engines take.
     Raises:
-        UserMistake: SGLang is not where the config says, or is too old; an engine ended with status 64 (its message).
+        UserMistake: SGLang is not where the config says, is too old, or has another NCCL; an engine ended with status
+            64 (its message).
         MachineFault: an engine failed to start `rollout.start_attempts` times in a row; the trainers' lease stands
             still for `cluster.lease_timeout_s` (or never began within `cluster.start_timeout_s`); the control store
             or the parent process is gone; SIGTERM.
         KeyboardInterrupt: SIGINT.
     """
     if config.rollout.engine == "sglang":
-        sglang.installation(sglang.python(config))
-    supervisor = _Supervisor(config, partition, store, Path(run_dir), address)
+        sglang.installation(sglang.python(config), tuple(config.rollout.sglang_prefix))
+        if not on_cpu(config):
+            sglang.check_nccl(config)
+    supervisor = _Supervisor(config, partition, store, Path(run_dir), address, keys)
     asyncio.run(supervisor.run())
     if supervisor.signal == signal.SIGINT:
         raise KeyboardInterrupt
 
 
-class _Link(threading.Thread):
-    """All talk with the control store, in a thread: a store that hangs must not keep the supervisor from acting.
-
-    Attributes:
-        trainers: watch of the trainers' lease.
-        trainers_seen: whether it has ever moved.
-        stop_reason: why the trainers asked to stop, or None.
-        condemned: engine id -> (incarnation, why).
-        failure: what ended the talk, or None.
-    """
-
-    def __init__(self, registrar: Registrar, engines: list[str]) -> None:
-        super().__init__(name="control store", daemon=True)
-        self.trainers, self.trainers_seen = LeaseWatch(), False
-        self.stop_reason: str | None = None
-        self.condemned = dict.fromkeys(engines, (0, ""))
-        self.failure: DistError | None = None
-        self._registrar, self._outbox = registrar, queue.SimpleQueue()
-
-    def write(self, record: EngineRecord) -> None:
-        """Have the record written soon, after those given before."""
-        self._outbox.put(partial(self._registrar.write, record))
-
-    def write_load(self, record: EngineRecord, load: Load) -> None:
-        """Have the engine's load written soon."""
-        self._outbox.put(partial(self._registrar.write_load, record, load))
-
-    def close(self, timeout_s: float) -> None:
-        """Write what is left and end; gives up after `timeout_s`."""
-        self._outbox.put(None)
-        self.join(timeout_s)
-
-    def run(self) -> None:
-        """Beat, read, write; until closed or the store fails."""
-        try:
-            while True:
-                self._registrar.beat()
-                beats = self._registrar.trainers_beat()
-                self.trainers.observe(beats)
-                self.trainers_seen |= beats > 0
-                self.stop_reason = self._registrar.stop_reason()
-                for engine in self.condemned:
-                    self.condemned[engine] = self._registrar.condemned(engine)
-                if not self._write_outbox(BEAT_S / 4):
-                    return
-        except DistError as error:
-            self.failure = error
-
-    def _write_outbox(self, wait_s: float) -> bool:
-        """Write what comes within `wait_s`; False once closed."""
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                write = self._outbox.get(timeout=max(deadline - time.monotonic(), 0.0))
-            except queue.Empty:
-                return True
-            if write is None:
-                return False
-            write()
-
-
 class _Supervisor:
-    def __init__(self, config: Config, partition: Partition, store: Store, run_dir: Path, address: str) -> None:
-        self._config, self._address, self._logs = config, address, run_dir / "logs"
-        self._first_gpu = first_gpu(config, partition)
-        self._ids = [f"{partition.rollout_index}.{number}" for number in range(config.rollout.engines_per_rank)]
-        registrar = Registrar(store, partition.rollout_index)
+    def __init__(self, config: Config, partition: Partition, store: Store, run_dir: Path, address: str,
+                 keys: Keys) -> None:
+        self._config, self._address, self._logs, self._keys = config, address, run_dir / "logs", keys
+        self._interpreter = sglang.python(config) if config.rollout.engine == "sglang" else sys.executable
+        self._first_gpu, self._nodes = first_gpu(config, partition), nodes(config)
+        index = partition.rollout_index
+        self._node, first = index % self._nodes, index - index % self._nodes
+        self._part_of = f"{first}.0" if self._node else ""
+        self._ids = [] if self._node else [f"{index}.{number}" for number in range(config.rollout.engines_per_rank)]
+        registrar = Registrar(store, index)
         self._first_incarnation = {name: registrar.last_incarnation(name) + 1 for name in self._ids}
-        self._link = _Link(registrar, self._ids)
+        self._joined = registrar.joined(self._part_of) if self._node else 0
+        self._link = Link(registrar, self._ids, range(index + 1, first + self._nodes) if self._ids else (),
+                          self._part_of)
         self._parent = os.getppid()
         self.signal: signal.Signals | None = None
 
@@ -146,6 +106,8 @@ class _Supervisor:
         async with open_session() as session:
             tasks = [asyncio.create_task(self._watch_trainers())]
             tasks += [asyncio.create_task(self._keep(number, name, session)) for number, name in enumerate(self._ids)]
+            if self._part_of:
+                tasks.append(asyncio.create_task(self._keep_part()))
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -183,6 +145,8 @@ class _Supervisor:
         """Run one engine, again and again; ends only by raising (or by being cancelled)."""
         record, failures = EngineRecord(name, self._first_incarnation[name]), 0
         while True:
+            while self._silent_peers():
+                await asyncio.sleep(WATCH_S)
             self._link.write(record)
             engine = await self._start(number, record)
             ending = False
@@ -196,7 +160,10 @@ class _Supervisor:
                 self._link.write(stopped(record, "stopped"))
                 raise
             finally:  # one that is to be replaced has nothing to finish
+                if self._nodes > 1:
+                    self._link.announce(name, record.incarnation, "")
                 await (engine.stop(GRACE_S[self._config.rollout.engine]) if ending else engine.kill())
+                self._keys_file(name).unlink(missing_ok=True)
             if given_up:
                 raise cause
             log.warning("%s; starting it again", cause)
@@ -207,46 +174,106 @@ class _Supervisor:
                     session: aiohttp.ClientSession) -> tuple[MegarlError, bool]:
         """From its start to its death: (why it died, whether it ever was up)."""
         try:
-            await engine.wait_healthy(session, self._config.cluster.start_timeout_s)
+            await self._unless_ended(record, engine.wait_healthy(session, self._config.cluster.start_timeout_s))
         except MegarlError as error:
             return error, False
+        self._keys_file(record.id).unlink(missing_ok=True)
         self._link.write(replace(record, state="up", url=engine.url))
         log.info("%s is up at %s", engine.name, engine.url)
-        return await self._until_death(engine, record, session), True
+        client = EngineClient(engine.url, session, control_timeout_s=5.0, keys=self._keys)
+        loads = asyncio.create_task(self._publish_load(record, client))
+        try:
+            return await self._unless_ended(
+                record, engine.wait_death(session, self._config.cluster.lease_timeout_s)), True
+        except MegarlError as error:
+            return error, True
+        finally:
+            loads.cancel()
 
     async def _start(self, number: int, record: EngineRecord) -> EngineProcess:
-        """Start the engine's process on a port that is free now; a clash costs this start, the next takes another."""
-        port = free_port(self._address)
-        version = f"own-{record.id}-{record.incarnation}-{os.getpid()}"  # no trainer published it: serves nothing
-        command = engine_command(self._config, number, self._first_gpu, self._address, port, version)
-        return await EngineProcess.start(f"engine {record.id}", command, (self._address, port), version,
-                                         self._logs / f"engine-{record.id}.log")
+        """Start the engine's process on ports that are free now; a clash costs this start, the next takes others."""
+        part = None
+        if self._nodes > 1:
+            part = Part(0, self._nodes, socket_address(self._address, free_port(self._address)))
+            self._link.announce(record.id, record.incarnation, part.meeting)
+        return await self._start_process(f"engine {record.id}", number, record, part)
 
-    async def _until_death(self, engine: EngineProcess, record: EngineRecord,
-                           session: aiohttp.ClientSession) -> MegarlError:
-        """Why the engine is dead: it died, fell silent, or the trainers condemned this incarnation."""
-        death = asyncio.create_task(engine.wait_death(session, self._config.cluster.lease_timeout_s))
-        loads = asyncio.create_task(self._publish_load(record, EngineClient(engine.url, session)))
+    async def _start_process(self, title: str, number: int, record: EngineRecord, part: Part | None) -> EngineProcess:
+        port, node = free_port(self._address), part.node if part else 0
+        version = f"own-{record.id}-{record.incarnation}-{os.getpid()}"  # no trainer published it: serves nothing
+        keys_file = None
+        if self._config.rollout.engine == "sglang" and self._keys and not node:
+            keys_file = self._keys_file(record.id)
+            write_keys(keys_file, self._keys)
+        command = engine_command(self._config, number, self._first_gpu, self._address, port, version, part, keys_file)
+        path = self._logs / f"engine-{record.id}{f'.node{node}' if node else ''}.log"
+        return await EngineProcess.start(title, command, (self._address, port), version, path,
+                                         interpreter=self._interpreter, keys=self._keys)
+
+    def _keys_file(self, name: str) -> Path:
+        """There from the start of the engine until it is up."""
+        return self._logs.absolute() / f"engine-{name}.keys"
+
+    async def _unless_ended(self, record: EngineRecord, work: Awaitable[T]) -> T:
+        """The work's result; raises instead once the trainers condemned this incarnation, or a part of it is gone."""
+        task = asyncio.ensure_future(work)
         try:
-            while not death.done():
+            while not task.done():
                 incarnation, why = self._link.condemned[record.id]
                 if incarnation == record.incarnation:
-                    return MachineFault(f"{engine.name} was condemned: {why}")
-                await asyncio.wait({death}, timeout=WATCH_S)
-            return death.result()
+                    raise MachineFault(f"engine {record.id} was condemned: {why}")
+                self._raise_lost_part(record)
+                await asyncio.wait({task}, timeout=WATCH_S)
+            return task.result()
         finally:
-            death.cancel()
-            loads.cancel()
+            task.cancel()
+
+    def _raise_lost_part(self, record: EngineRecord) -> None:
+        for incarnation, why, status in self._link.ended.values():
+            if incarnation == record.incarnation:
+                raise UserMistake(why) if status == EXIT_MISTAKE else MachineFault(why)
+        if silent := self._silent_peers():
+            raise MachineFault(f"engine {record.id}: rollout rank {silent[0]}, which has a part of it, is silent")
+
+    def _silent_peers(self) -> list[int]:
+        return [rank for rank, lease in list(self._link.peers.items())
+                if lease.quiet_s > self._config.cluster.lease_timeout_s]
 
     async def _publish_load(self, record: EngineRecord, client: EngineClient) -> None:
         """Tell what the engine has to do, again and again; leaders do without where it cannot be had."""
         reading = 0
         while True:
-            try:
+            with suppress(EngineError):  # whether it lives is wait_death's question
                 running, waiting = await client.load()
-            except EngineError as error:
-                log.debug("no load of engine %s: %s", record.id, error)  # whether it lives is wait_death's question
-            else:
                 reading += 1
                 self._link.write_load(record, Load(reading, running, waiting))
             await asyncio.sleep(LOAD_S)
+
+    async def _keep_part(self) -> None:
+        """Run this rank's part of an engine whenever its first rank announces an incarnation; ends by cancelling."""
+        name, seen = f"engine {self._part_of}, part {self._node}", self._joined
+        if seen:  # an earlier process of this rank had it, and it died with that
+            self._link.end_part(seen, f"{name}: its rollout rank was started again", 0)
+        while True:
+            incarnation, meeting = self._link.launch
+            if incarnation <= seen or not meeting:
+                await asyncio.sleep(WATCH_S)
+                continue
+            seen = incarnation
+            self._link.note_join(seen)
+            engine = await self._start_process(name, 0, EngineRecord(self._part_of, seen),
+                                               Part(self._node, self._nodes, meeting))
+            end, ending = asyncio.create_task(engine.wait_end()), False
+            try:
+                while not end.done() and self._link.launch == (seen, meeting):
+                    await asyncio.wait({end}, timeout=WATCH_S)
+            except asyncio.CancelledError:
+                ending = True
+                raise
+            finally:
+                end.cancel()
+                await (engine.stop(GRACE_S["sglang"]) if ending else engine.kill())
+            if not end.cancelled():
+                cause = end.result()
+                log.warning("%s", cause)
+                self._link.end_part(seen, str(cause), cause.status)

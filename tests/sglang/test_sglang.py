@@ -22,7 +22,7 @@ from supervised import Supervised, processes_with, until
 from worlds import run_world
 
 from megarl.config.layout import Layout
-from megarl.config.sglang import installation, server_arguments
+from megarl.config.sglang import installation
 from megarl.errors import MachineFault
 from megarl.rollout import sglang_cpu
 from megarl.rollout.client import EngineClient, EngineRefused
@@ -168,7 +168,7 @@ def test_the_config_check_knows_every_flag_by_its_own_name(interpreter):
     done = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, timeout=120, check=True,
                           env=engine_environment(interpreter) | {"PYTHONPATH": str(Path(sglang_cpu.__file__).parent)})
     every, plain = (set(line.split()) for line in done.stdout.splitlines()[-2:])
-    known = {"--" + name.replace("_", "-") for name in server_arguments(installation(interpreter).package)}
+    known = {"--" + name.replace("_", "-") for name in installation(interpreter).arguments}
     assert len(plain) > 500 and known <= every and not plain - known, (known - every, plain - known)
 
 

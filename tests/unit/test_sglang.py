@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import stat
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from good_config import good_tree, write_files
 
+from megarl.cluster.keys import Keys
 from megarl.cluster.partition import Partition
 from megarl.config.check import check
+from megarl.config.engines import check as check_engines
+from megarl.config.engines import gpus, host_of, nodes
 from megarl.config.load import build
 from megarl.config.schema import Config
-from megarl.config.sglang import VERSION, environment, installation, server_arguments
+from megarl.config.sglang import VERSION, check_nccl, environment, installation
 from megarl.errors import UserMistake
 from megarl.rollout.process import EngineProcess, engine_command, engine_environment, first_gpu
+from megarl.rollout.sglang import Part, write_keys
 
 FIELDS = '''
 class Parallel(msgspec.Struct):
@@ -100,6 +106,95 @@ def test_command_on_gpus(folder):
                         "--json-model-override-args", '{"a": 1}']
 
 
+def test_an_engine_over_several_ranks(folder):
+    made = config(folder, sglang={"tp_size": 16}, cluster={"device": "cuda", "trainers": 8, "rollouts": 4},
+                  rollout={"gpus_per_rank": 8})
+    assert (gpus(made), nodes(made)) == (16, 2)
+    commands = [engine_command(made, 0, first_gpu(made, Partition(8 + index, 12, 0, 8, 4)), "10.0.0.1", 5,
+                               f"own-2.0-1-{index}", Part(index % 2, 2, "10.0.0.3:77")) for index in (2, 3)]
+    rests = [command[command.index("--base-gpu-id"):] for command in commands]
+    for node, rest in enumerate(rests):
+        assert rest == ["--base-gpu-id", "0", "--tp-size", "16", "--nnodes", "2", "--node-rank", str(node),
+                        "--dist-init-addr", "10.0.0.3:77"]
+    seeds = {command[command.index("--random-seed") + 1] for command in commands}
+    assert len(seeds) == 1  # all ranks of an engine draw the same
+
+
+@pytest.mark.parametrize("sglang, rollout, rollouts, words", [
+    ({"tp_size": 12}, {"gpus_per_rank": 8}, 2, "rollout.gpus_per_rank: an engine of 12 GPUs (sglang.tp_size x pp_size) "
+     "does not fill ranks of 8; make the engine a multiple of 8 GPUs"),
+    ({"tp_size": 16}, {"gpus_per_rank": 8}, 3, "cluster.rollouts: engines of 2 ranks each (rollout.gpus_per_rank) on 3 "
+     "ranks; use a multiple of 2"),
+    ({"tp_size": 16}, {"gpus_per_rank": 8, "engines_per_rank": 2}, 2, "rollout.engines_per_rank: an engine of 16 GPUs "
+     "takes 2 ranks of 8 whole; use 1"),
+    ({"tp_size": 4}, {"gpus_per_rank": 8, "engines_per_rank": 3}, 1, "rollout.engines_per_rank: 3 engines of 4 GPUs on "
+     "a rank's 8; use at most 2"),
+    ({}, {"urls": ["http://node7:30000/v1"]}, 1, "rollout.urls.0: 'http://node7:30000/v1' is not an engine's address; "
+     "for example http://node7:30000, without a path"),
+    ({}, {"urls": ["http://h:1", "http://h:1"]}, 1, "rollout.urls.1: http://h:1 is there twice; name each engine once"),
+    ({}, {}, 0, "cluster.rollouts: no rank starts engines, and no engine is named; use 1 or more, or give "
+     "rollout.urls")])
+def test_engines_that_do_not_fit_their_ranks(folder, sglang, rollout, rollouts, words):
+    made = config(folder, sglang=sglang, rollout=rollout, cluster={"rollouts": rollouts})
+    assert [mistake.line() for mistake in check_engines(made)] == [words]
+
+
+def test_engines_of_others_need_no_sglang_here(folder):
+    assert told(folder, "/nowhere", {"tp_size": 2}, rollout={"urls": ["http://[::1]:30000", "http://h-1.x:8"]},
+                cluster={"rollouts": 0}) == []
+    assert [host_of(url) for url in ("http://[::1]:30000", "https://h-1.x:8")] == ["::1", "h-1.x"]
+
+
+def test_keys_stand_in_a_file_of_this_user_alone(folder, tmp_path):
+    path = tmp_path / "logs" / "engine-0.0.keys"
+    write_keys(path, Keys("sesame", "open"))
+    write_keys(path, Keys("sesame2", "open2"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert yaml.safe_load(path.read_text()) == {"api-key": "sesame2", "admin-api-key": "open2"}
+    command = engine_command(config(folder), 0, 0, "h", 5, "v-1", keys_file=path)
+    assert command[-2:] == ["--config", str(path)] and "sesame" not in " ".join(command)
+
+
+def test_a_prefix_runs_sglang_elsewhere(folder, tmp_path):
+    """The options are asked for where they will be used; this host need not have that interpreter."""
+    inner = make_sglang(tmp_path)
+    container = wrapper(tmp_path / "container", f'[ "$1" = exec ] && shift && shift && exec "{inner}" "$@"')
+    prefix = [container, "exec"]
+    made = {"rollout": {"sglang_prefix": prefix}}
+    assert told(folder, "/in/there/python", {"tp_size": 2}, **made) == []
+    assert told(folder, "/in/there/python", {"tp_sise": 2}, **made) == [
+        "sglang.tp_sise: ServerArgs has no such field; did you mean sglang.tp_size?"]
+    command = engine_command(config(folder, "/in/there/python", **made), 0, 0, "h", 5, "v-1")
+    assert command[:3] == [*prefix, "/in/there/python"]
+    assert told(folder, "python", rollout={"sglang_prefix": ["nowhere-to-be-found"]}) == [
+        "rollout.sglang_prefix: nowhere-to-be-found is not a program; name a program of this host"]
+
+
+@pytest.mark.parametrize("ours, theirs, words", [
+    ("(2, 29, 7)", "(2, 29, 7)", None), ("2 << 32 | 29 << 16 | 7", "(2, 29, 7)", None),
+    ("(2, 29, 7)", "2 << 32 | 30 << 16 | 7", "rollout.sglang_python: its torch loads NCCL 2.30.7, the trainers' torch "
+     "NCCL 2.29.7: they refuse to exchange weights; install nvidia-nccl-cu12 or -cu13 ==2.30.7 in both environments"),
+    ("(2, 9, 7)", "(2, 10, 7)", "install nvidia-nccl-cu12 or -cu13 ==2.10.7 in both"),
+    (None, "(2, 29, 7)", None), ("(2, 29, 7)", None, None),
+    ("(2, 29, 7)", "broken", "rollout.sglang_python: asking for the version of NCCL failed: ")])
+def test_both_sides_must_load_the_same_nccl(folder, tmp_path, monkeypatch, ours, theirs, words):
+    """Against two fake torches; the real one of a CPU knows no NCCL."""
+    def environment(name: str, version: str | None) -> str:
+        (tmp_path / name / "torch").mkdir(parents=True)
+        (tmp_path / name / "torch/__init__.py").write_text("raise SystemExit(1)" if version == "broken" else (
+            "class _C: pass\n" + (f"_C._nccl_version = staticmethod(lambda: {version})" if version else "")))
+        return wrapper(tmp_path / name / "python", f'PYTHONPATH="{tmp_path / name}" exec "{sys.executable}" "$@"')
+
+    here, made = environment("ours", ours), config(folder, environment("theirs", theirs))
+    monkeypatch.setattr(sys, "executable", here)
+    if words is None:
+        check_nccl(made)
+    else:
+        with pytest.raises(UserMistake) as caught:
+            check_nccl(made)
+        assert words in caught.value.line()
+
+
 def test_command_on_a_cpu(folder):
     command = engine_command(config(folder, sglang={"max_total_tokens": 4096, "random_seed": 9}), 0, 0, "::1", 5, "v-1")
     assert command[0] == "/s/bin/python" and Path(command[1]).is_file()
@@ -132,8 +227,8 @@ def test_environment_is_its_own(monkeypatch):
 
 def test_arguments_are_read_from_the_sources_without_an_import(tmp_path):
     found = installation(make_sglang(tmp_path))
-    assert found.version == VERSION and found.package == tmp_path / "sglang"
-    known = server_arguments(found.package)
+    known = found.arguments
+    assert found.version == VERSION
     assert set(known) == {"tp_size", "attn_dp_size", "dp_size", "pp_size", "backend", "gemm_backend", "replay",
                           "no_replay", "loras", "by_hand", "monokernel_backend"}
     assert known["tp_size"] is int and known["no_replay"] is known["by_hand"] is bool
@@ -151,7 +246,8 @@ def test_good_options_pass_and_another_version_is_noted(folder, tmp_path):
     ({"tp_sise": 2}, "sglang.tp_sise: ServerArgs has no such field; did you mean sglang.tp_size?"),
     ({"tp_size": "two"}, "sglang.tp_size: 'two' does not fit ServerArgs.tp_size; give a value of the type int"),
     ({"host": "0.0.0.0"}, "sglang.host: cannot be set here; megarl chooses it"),
-    ({"nnodes": 2}, "sglang.nnodes: cannot be set here; an engine lives on one host in this version"),
+    ({"nnodes": 2}, "sglang.nnodes: cannot be set here; set rollout.gpus_per_rank; it follows from that"),
+    ({"api_key": "x"}, "sglang.api_key: cannot be set here; set MEGARL_API_KEY and MEGARL_ADMIN_KEY, or neither"),
     ({"pp_size": 2}, "sglang.pp_size: weights are sent to tensor-parallel ranks; an engine of several pipeline stages "
                      "would take them wrongly; use 1 and raise sglang.tp_size"),
     ({"dp_size": 2}, "sglang.dp_size: SGLang refuses weight updates of an engine with replicas; use 1 and raise "
