@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from torch.distributed import Store
 
 from megarl.config.schema import Config, SamplingConfig
+from megarl.data.routing import RoutingShape
 from megarl.data.sample import Group, Prompt, Sample, sample_seed, version_number
+from megarl.model.hf_config import HFConfig
 from megarl.rollout.admission import window
 from megarl.rollout.client import open_session
 from megarl.rollout.dispatch import Draws
@@ -141,6 +143,8 @@ class Generator:
         rollout = self._config.rollout
         sampling = Sampling(rollout.max_response_tokens, rollout.temperature, n=rollout.samples_per_prompt,
                             stop=tuple(rollout.stop), stop_token_ids=tuple(rollout.stop_token_ids))
+        replays = self._config.moe.replay == "engine"
+        routing = RoutingShape.of(HFConfig.read(self._config.model.path)) if replays else None
         while True:
             number = await self._next_number()
             version = self._tickets.version()
@@ -148,7 +152,7 @@ class Generator:
             prompt = self._prompts.at(self._draws.at(number))
             seeds = [sample_seed(self._config.run.seed, prompt.position, n) for n in range(sampling.n)]
             work = Work(sampling, Expected(version, or_newer=rollout.max_lag > 0), self._since.counts,
-                        resumes=rollout.on_update == "abort")
+                        resumes=rollout.on_update == "abort", routing=routing)
             make = self._makers.get(prompt.source, self._issuer.group)
             scoring.create_task(self._resolve(number, await make(prompt, seeds, work)))
 

@@ -13,6 +13,7 @@ import aiohttp
 import numpy as np
 
 from megarl.config.schema import Config
+from megarl.data.routing import RoutingShape
 from megarl.data.sample import Group, Prompt, Sample
 from megarl.errors import MachineFault, UserMistake
 from megarl.rollout.balance import Balancer
@@ -53,12 +54,14 @@ class Work:
         expected: which weights may answer; None accepts any.
         counts: additive counters of this leader, filled while the work goes on.
         resumes: an answer that the engine aborted is taken as a beginning, and continued by a further request.
+        routing: of the model, if the engines' routing is replayed in training: completions then bring their experts.
     """
 
     sampling: Sampling
     expected: Expected | None
     counts: Counter[str]
     resumes: bool = False
+    routing: RoutingShape | None = None
 
 
 class Issuer:
@@ -192,8 +195,9 @@ class Issuer:
         """One attempt; a request that may still be running when it ends is aborted in the background."""
         self._serial += 1
         request = GenerateRequest(f"{self._rid_prefix}/{self._serial}/{name}/", input_ids, work.sampling,
-                                  tuple(seeds) if self._seeded else None)
-        client = EngineClient(engine.url, self._session, request_timeout_s=self._rollout.request_timeout_s)
+                                  tuple(seeds) if self._seeded else None, work.routing)
+        client = EngineClient(engine.url, self._session, request_timeout_s=self._rollout.request_timeout_s,
+                              keys=engine.keys)
         try:
             completions = await client.generate(request, vocab_size=self._vocab_size, expected=work.expected)
         except (asyncio.CancelledError, EngineTimeout):
@@ -214,7 +218,7 @@ class Issuer:
     def _build(self, prompt: Prompt, seeds: Sequence[int], completions: list[Completion],
                counts: Counter[str]) -> Group:
         samples = [Sample(prompt, n, seed, done.response_ids, done.logprobs, done.finish,
-                          self._decode(done.response_ids.tolist()), done.versions)
+                          self._decode(done.response_ids.tolist()), done.versions, experts=done.experts)
                    for n, (seed, done) in enumerate(zip(seeds, completions, strict=True))]
         counts["groups"] += 1
         counts["samples"] += len(samples)

@@ -63,6 +63,8 @@ def engine_command(config: Config, number: int, first_gpu: int, host: str, port:
     """
     common = ["--model-path", config.model.path, "--host", host, "--port", str(port),
               "--dtype", _DTYPES[config.model.dtype], "--weight-version", version]
+    if config.moe.replay == "engine":  # both engines know it by this name
+        common.append("--enable-return-routed-experts")
     if config.rollout.engine == "embedded":
         return [sys.executable, "-m", "megarl.rollout.embedded", *common, "--slots", str(config.rollout.slots),
                 "--update-timeout", str(config.sync.timeout_s)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.routing import RoutingShape
 from megarl.errors import MachineFault
 
 FINISHES = ("stop", "length", "abort")
@@ -112,17 +113,20 @@ class GenerateRequest:
         input_ids: int32 [prompt tokens].
         sampling: how.
         seeds: one per sample; None where the engine has no seed per sample (SGLang).
+        routing: of the model, if the experts of all tokens are wanted too.
     """
 
     rid: str
     input_ids: np.ndarray
     sampling: Sampling
     seeds: tuple[int, ...] | None = None
+    routing: RoutingShape | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The body of /generate, asking for the log-probs of the sampled tokens."""
-        return {"rid": self.rid, "input_ids": self.input_ids.tolist(), "return_logprob": True,
+        body = {"rid": self.rid, "input_ids": self.input_ids.tolist(), "return_logprob": True,
                 "sampling_params": self.sampling.to_json(self.seeds)}
+        return body if self.routing is None else {**body, "return_routed_experts": True}
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ class Completion:
         finish: stop, length or abort.
         versions: spans (weight version, start, end) that cover the tokens without a gap.
         cached_tokens: prompt tokens that the engine did not compute again.
+        experts: of prompt and response but the last token, [tokens, MoE layers, k] (`RoutingShape.decode`); None if
+            they were not asked for. An aborted answer may lack them.
     """
 
     response_ids: np.ndarray
@@ -142,13 +148,15 @@ class Completion:
     finish: str
     versions: list[tuple[str, int, int]]
     cached_tokens: int
+    experts: np.ndarray | None = None
 
     def then(self, more: Completion) -> Completion:
         """This beginning and its continuation, which was asked for with all of this as its prompt."""
         place = len(self.response_ids)
         spans = self.versions + [(version, place + start, place + end) for version, start, end in more.versions]
         return Completion(np.concatenate((self.response_ids, more.response_ids)),
-                          np.concatenate((self.logprobs, more.logprobs)), more.finish, spans, self.cached_tokens)
+                          np.concatenate((self.logprobs, more.logprobs)), more.finish, spans, self.cached_tokens,
+                          more.experts)
 
 
 def parse_generate(answer: Any, request: GenerateRequest, vocab_size: int) -> list[Completion]:
@@ -156,7 +164,8 @@ def parse_generate(answer: Any, request: GenerateRequest, vocab_size: int) -> li
 
     Raises:
         BadAnswer: wrong number or shape, a token outside [0, vocab_size), a log-prob that is not finite or above 0,
-            lengths or token ids of the two lists that differ, version spans with gaps.
+            lengths or token ids of the two lists that differ, version spans with gaps; experts that were asked for and
+            are missing, of another shape, or impossible.
     """
     items = answer if isinstance(answer, list) else [answer]
     if len(items) != request.sampling.n:
@@ -187,7 +196,19 @@ def _completion(item: dict[str, Any], request: GenerateRequest, vocab_size: int)
         raise ValueError(f"token ids in [{ids.min()}, {ids.max()}], vocabulary {vocab_size}")
     if not np.isfinite(logprobs).all() or (logprobs > 1e-3).any():
         raise ValueError("a log-prob is not finite or above 0")
-    return Completion(ids.astype(np.int32), logprobs, finish, _spans(meta, len(ids)), int(meta.get("cached_tokens", 0)))
+    return Completion(ids.astype(np.int32), logprobs, finish, _spans(meta, len(ids)), int(meta.get("cached_tokens", 0)),
+                      _experts(meta, request, len(ids), finish))
+
+
+def _experts(meta: dict[str, Any], request: GenerateRequest, tokens: int, finish: str) -> np.ndarray | None:
+    if request.routing is None:
+        return None
+    found = meta.get("routed_experts")
+    if found is None:
+        if finish == "abort":  # while it waited, nothing of it was computed
+            return None
+        raise ValueError("no routed_experts: was the engine started with --enable-return-routed-experts?")
+    return request.routing.decode(found, len(request.input_ids) + tokens - 1)
 
 
 def _integers(values: list[Any]) -> np.ndarray:

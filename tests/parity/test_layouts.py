@@ -169,8 +169,9 @@ def make_experience(path: str, policy: Any, step: int = 0) -> Any:
     samples, groups = read_samples(path), policy.groups
     local = samples.select(np.flatnonzero(samples.position % groups.layout.data == groups.dp))
     local = local if groups.is_leader else None
-    taken = Taken(local, [], gather_table(local, groups), GROUPS, {})
-    experience = Experience.build(taken, step, policy.config, policy.objective, groups, policy.pace, pad_token=0)
+    taken = Taken(local, [], gather_table(local, groups), GROUPS, (), {})
+    experience = Experience.build(taken, step, policy.config, policy.objective, groups, policy.pace, pad_token=0,
+                                  replay=policy.replay)
     for minibatch in experience.minibatches:
         policy.reference_logprobs(minibatch)
         policy.old_logprobs(minibatch)

@@ -1,12 +1,15 @@
 """Answers of an engine are checked before they become samples."""
 
+import base64
 import copy
 
 import numpy as np
 import pytest
 
+from megarl.data.routing import RoutingShape
 from megarl.rollout.protocol import (
     BadAnswer,
+    Completion,
     Expected,
     GenerateRequest,
     ModelInfo,
@@ -126,3 +129,33 @@ def test_model_info_needs_both_fields():
     for answer in ({"model_path": "m"}, "text", None):
         with pytest.raises(BadAnswer):
             ModelInfo.from_json(answer)
+
+
+ROUTED = GenerateRequest("r/", REQUEST.input_ids, Sampling(4), routing=RoutingShape(2, (0, 1), 8, 2))
+
+
+def _routed(ids, finish="stop", rows=None):
+    item = _item(ids, finish)
+    tokens = 3 + len(ids) - 1 if rows is None else rows
+    chosen = np.tile(np.arange(tokens * 4, dtype=np.int32).reshape(tokens, 2, 2) % 8, 1)
+    item["meta_info"]["routed_experts"] = base64.b64encode(chosen.tobytes()).decode()
+    return item
+
+
+def test_routed_experts():
+    assert ROUTED.to_json()["return_routed_experts"] is True and "return_routed_experts" not in REQUEST.to_json()
+    (found,) = parse_generate(_routed([1, 2]), ROUTED, 10)
+    assert found.experts.dtype == np.uint8 and found.experts.shape == (4, 2, 2)
+    assert found.experts[3].tolist() == [[4, 5], [6, 7]]
+    assert parse_generate(_routed([1, 2]), GenerateRequest("r/", REQUEST.input_ids, Sampling(4)), 10)[0].experts is None
+    assert parse_generate(_item([1], "abort"), ROUTED, 10)[0].experts is None
+    for wrong, words in ((_item([1, 2]), "--enable-return-routed-experts"), (_routed([1, 2], rows=5), "80 bytes")):
+        with pytest.raises(BadAnswer, match=words):
+            parse_generate(wrong, ROUTED, 10)
+
+
+def test_a_continuation_brings_the_experts_of_the_whole():
+    begun, more = (Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), finish, [], 0,
+                              np.zeros((rows, 1, 2)))
+                   for ids, finish, rows in (([1, 2], "abort", 4), ([3], "stop", 5)))
+    assert len(begun.then(more).experts) == 5
