@@ -113,7 +113,7 @@ class ExperienceBuffer:
             self._refuse_old(step, local)
             metrics = self._measure(collected) | {
                 "rollout/ahead_groups": float(decision.ahead), "rollout/dropped_groups": float(decision.dropped),
-                **{f"rollout/wait_for_{what}_s": decision.waited_s.get(what, 0.0) for what in ("samples", "deadline")}}
+                **{f"seconds/wait_for_{what}": decision.waited_s.get(what, 0.0) for what in ("samples", "deadline")}}
             problems = _problems(collected.reports)
         table = gather_table(local, self._groups)
         if not len(table):
