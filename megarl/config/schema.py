@@ -261,7 +261,10 @@ class ObjectiveConfig(Section):
     aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = Field(
         None, description="sequence_mean: over a sequence's tokens, then over sequences; token_mean: over the step's "
         "tokens; constant: sum / (sequences * max_response_tokens)")
-    normalize_std: bool | None = Field(None, description="divide advantages by the group's standard deviation")
+    normalize_std: bool | None = Field(None, description="divide advantages by a standard deviation of the rewards")
+    std_over: Literal["group", "task"] = Field(
+        "group", description="of the rewards of: group: the prompt's samples; task: all samples of the data source in "
+        "the step, around their groups' means")
     std_ddof: Literal[0, 1] = Field(1, description="1: divide by n - 1 in the standard deviation, 0: by n")
     std_eps: NonNegativeFloat = Field(1e-6, description="added to the standard deviation")
     kl: KLConfig = Field(KLConfig(), description="distance to the reference model")

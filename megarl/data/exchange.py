@@ -61,7 +61,7 @@ def exchange(local: SampleBatch | None, table: SampleTable, target: np.ndarray, 
     where = device.current()
     wire = (torch.empty(len(numbers), META_COLUMNS, dtype=torch.int64, device=where),
             torch.empty(tokens, dtype=torch.int64, device=where),
-            torch.empty(answers, dtype=torch.float32, device=where),
+            torch.empty(answers, 2, dtype=torch.float32, device=where),
             torch.empty(answers, dtype=torch.int32, device=where))
     if routing:
         wire = (*wire, torch.empty(tokens, routing.token_bytes, dtype=torch.uint8, device=where))

@@ -77,6 +77,12 @@ def draws_before(position: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
+def source_of(position: int, weights: Sequence[float]) -> int:
+    """The number of the source that draw `position` belongs to."""
+    before, after = (draws_before(position + one, weights) for one in (0, 1))
+    return next(number for number, count in enumerate(before) if after[number] > count)
+
+
 def shuffled(count: int, seed: int, stream: int, epoch: int) -> np.ndarray:
     """A permutation of range(count), int64: the rows sorted by a hash, the same for every version of numpy.
 
@@ -201,10 +207,9 @@ class PromptStream:
             if position > self._furthest:
                 self._furthest = position
                 self._changed.notify_all()
-            before, after = (draws_before(position + one, self._weights) for one in (0, 1))
-            chosen = next(k for k, count in enumerate(before) if after[k] > count)
+            chosen = source_of(position, self._weights)
             source = self._sources[chosen]
-            epoch, row = source.draw(before[chosen])
+            epoch, row = source.draw(draws_before(position, self._weights)[chosen])
             return _prompt(source.rows[row], position, epoch, row, source.name, source.tokens[row],
                            source.config.prompt, source.config.label)
 

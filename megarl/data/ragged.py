@@ -41,6 +41,8 @@ class SampleBatch:
         part: int64 [N], piece of an episode; zeros if not given.
         versions: int32 [sum of response_lengths], the number of the weights that sampled each response token, -1 for
             one that is not trained on; zeros if not given.
+        advantages: float32 [sum of response_lengths] where turns are credited apart, NaN where the reward decides; NaN
+            throughout if not given.
         experts: uint8 or uint16 [sum of lengths, MoE layers, k] (see `data.routing`); None where the engine's routing
             is not replayed.
     """
@@ -55,6 +57,7 @@ class SampleBatch:
     truncated: np.ndarray
     part: np.ndarray | None = None
     versions: np.ndarray | None = None
+    advantages: np.ndarray | None = None
     experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -62,15 +65,17 @@ class SampleBatch:
             object.__setattr__(self, "part", np.zeros(len(self.position), np.int64))
         if self.versions is None:
             object.__setattr__(self, "versions", np.zeros(len(self.logprobs), np.int32))
+        if self.advantages is None:
+            object.__setattr__(self, "advantages", np.full(len(self.logprobs), np.nan, np.float32))
         for name in ("n", "part", "prompt_lengths", "response_lengths", "rewards", "truncated"):
             if len(getattr(self, name)) != len(self.position):
                 raise ValueError(f"{name} has {len(getattr(self, name))} rows, position {len(self.position)}")
         if len(self) and (self.prompt_lengths.min() < 1 or self.response_lengths.min() < 0):
             raise ValueError("a prompt needs at least one token, a response at least none")
         if len(self.tokens) != self.lengths.sum() or not (
-                len(self.logprobs) == len(self.versions) == self.response_lengths.sum()):
-            raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} log-probs and {len(self.versions)} "
-                             f"versions for lengths that sum to {self.lengths.sum()} and {self.response_lengths.sum()}")
+                len(self.logprobs) == len(self.versions) == len(self.advantages) == self.response_lengths.sum()):
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions "
+                             f"and {len(self.advantages)} advantages for lengths that sum to {self.lengths.sum()} and {self.response_lengths.sum()}")
 
         if self.experts is not None and len(self.experts) != len(self.tokens):
             raise ValueError(f"{len(self.experts)} rows of experts for {len(self.tokens)} tokens")
@@ -110,6 +115,8 @@ class SampleBatch:
             truncated=column([s.finish == "length" for s in samples], np.bool_),
             part=column([s.part for s in samples], np.int64),
             versions=flat([s.token_versions() for s in samples], np.int32),
+            advantages=flat([np.full(len(s.response_ids), np.nan) if s.advantages is None else s.advantages
+                             for s in samples], np.float32),
             experts=routing.flattened([(s.experts, s.length) for s in samples]))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> SampleBatch:
@@ -119,12 +126,12 @@ class SampleBatch:
         response = ranges(offsets(self.response_lengths)[rows], self.response_lengths[rows])
         return SampleBatch(self.position[rows], self.n[rows], self.prompt_lengths[rows], self.response_lengths[rows],
                            self.tokens[tokens], self.logprobs[response], self.rewards[rows], self.truncated[rows],
-                           self.part[rows], self.versions[response],
+                           self.part[rows], self.versions[response], self.advantages[response],
                            None if self.experts is None else self.experts[tokens])
 
     def to_wire(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Plain tensors for a collective: meta int64 [N, META_COLUMNS], tokens int64, log-probs float32, versions int32
-        (flat).
+        """Plain tensors for a collective: meta int64 [N, META_COLUMNS], tokens int64 [flat], log-probs and advantages
+        float32 [flat, 2], versions int32 [flat].
 
         Concatenating the tensors of several batches gives the wire of their concatenation. Rewards travel as the bits
         of a float64.
@@ -132,7 +139,8 @@ class SampleBatch:
         meta = np.stack((self.position, self.n, self.part, self.prompt_lengths, self.response_lengths,
                          self.trained_lengths, self.rewards.view(np.int64), self.truncated.astype(np.int64)), axis=1)
         return (torch.from_numpy(meta), torch.from_numpy(self.tokens.astype(np.int64)),
-                torch.from_numpy(self.logprobs.copy()), torch.from_numpy(self.versions.copy()))
+                torch.from_numpy(np.stack((self.logprobs, self.advantages), axis=1)),
+                torch.from_numpy(self.versions.copy()))
 
     def experts_to_wire(self, shape: RoutingShape) -> torch.Tensor:
         """The experts as bytes, uint8 [sum of lengths, shape.token_bytes]; all free if they are not known."""
@@ -149,11 +157,12 @@ class SampleBatch:
         return replace(self, experts=flat.reshape(-1, len(shape.moe_layers), shape.top_k))
 
     @classmethod
-    def from_wire(cls, meta: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor,
+    def from_wire(cls, meta: torch.Tensor, tokens: torch.Tensor, floats: torch.Tensor,
                   versions: torch.Tensor) -> SampleBatch:
         """The inverse of `to_wire`; tensors may be on any device."""
         table = np.ascontiguousarray(meta.cpu().numpy().T)
+        logprobs, advantages = np.ascontiguousarray(floats.cpu().numpy().T)
         return cls(position=table[0], n=table[1], part=table[2], prompt_lengths=table[3], response_lengths=table[4],
-                   tokens=tokens.cpu().numpy().astype(np.int32), logprobs=logprobs.cpu().numpy().astype(np.float32),
+                   tokens=tokens.cpu().numpy().astype(np.int32), logprobs=logprobs, advantages=advantages,
                    versions=versions.cpu().numpy().astype(np.int32), rewards=table[6].view(np.float64),
                    truncated=table[7].astype(np.bool_))

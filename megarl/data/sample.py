@@ -50,6 +50,7 @@ class Sample:
         reward_terms: each term's value.
         part: number of this piece of an episode that did not stay one sequence of tokens; pieces share (position, n).
         trained: bool [tokens], False for tokens that are context only (an environment's); None: all are trained on.
+        advantages: float32 [tokens], where turns are credited apart; None: of the reward, the same for all tokens.
         experts: uint8 or uint16 [rows, MoE layers, k], where the engine routed the first tokens of prompt and response
             (all but the last one, if it computed them all); None where routing is not replayed.
     """
@@ -66,6 +67,7 @@ class Sample:
     reward_terms: dict[str, float] = field(default_factory=dict)
     part: int = 0
     trained: np.ndarray | None = None
+    advantages: np.ndarray | None = None
     experts: np.ndarray | None = None
 
     @property

@@ -54,6 +54,16 @@ class SampleTable:
         """Number of each sample's group within this experience, int64 [N], ascending from 0."""
         return np.unique(self.position, return_inverse=True)[1]
 
+    @property
+    def episode(self) -> np.ndarray:
+        """Number of each sample's (position, n) within this experience, int64 [N], ascending from 0.
+
+        The samples of an episode, its parts, share it and have one reward.
+        """
+        new = np.ones(len(self), bool)
+        new[1:] = (np.diff(self.position) != 0) | (np.diff(self.n) != 0)
+        return np.cumsum(new) - 1
+
 
 def cut_minibatches(table: SampleTable, count: int, trained: np.ndarray, seed: int) -> list[np.ndarray]:
     """Deal the experience's groups into optimizer steps: a seeded shuffle of whole groups, then equal parts.

@@ -48,6 +48,7 @@ class Objective:
     clip_high: float
     aggregation: Literal["sequence_mean", "token_mean", "constant"]
     normalize_std: bool
+    std_over: Literal["group", "task"]
     std_ddof: int
     std_eps: float
     kl: KLConfig
@@ -91,7 +92,7 @@ class Objective:
         """The whole objective in one line."""
         divisors = {"sequence_mean": "mean over tokens, then sequences", "token_mean": "sum / tokens of the step",
                     "constant": f"sum / (sequences * {self.max_response_tokens})"}
-        std = f"std (ddof {self.std_ddof}, eps {self.std_eps:g})" if self.normalize_std else "no std"
+        std = f"{self.std_over} std (ddof {self.std_ddof}, eps {self.std_eps:g})" if self.normalize_std else "no std"
         naive = " to the engine's log-probs (naive)" if self.proximal == "behaviour" else ""
         parts = [self.algorithm, f"{self.ratio} ratio{naive}", f"clip {self.clip_low:g}/{self.clip_high:g}",
                  divisors[self.aggregation], f"advantage: reward - group mean, {std}"]
@@ -140,7 +141,7 @@ def resolve(config: ObjectiveConfig, max_response_tokens: int) -> Objective:
         raise UserMistake(f"{decided['clip_low']:g} puts the lower bound of the ratio below 0", "objective.clip_low",
                           "use a value from 0 to 1")
     given = {name: getattr(config, name) for name in (
-        "algorithm", "std_ddof", "std_eps", "kl", "entropy_bonus", "proximal", "correction", "mask_truncated",
+        "algorithm", "std_over", "std_ddof", "std_eps", "kl", "entropy_bonus", "proximal", "correction", "mask_truncated",
         "overlong_buffer", "overlong_penalty")}
     return Objective(max_response_tokens=max_response_tokens, **decided, **given)
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
+import sys
+import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserMistake
@@ -92,17 +96,24 @@ def lookup(name: str, where: str = "reward.terms") -> Entry:
         UserMistake: there is no such function; the nearest names are in the remedy.
     """
     if ":" in name:
-        return _import(name, where)
+        function = import_object(name, where)
+        registered = [entry for entry in _registry.values() if entry.function is function]
+        return registered[0] if registered else Entry(function)
     if name not in names():
         remedy = _suggest(name, names()) + " (or give module:function)"
         raise UserMistake(f"unknown reward function {name!r}", where, remedy)
     return _registry[name]
 
 
-def _import(name: str, where: str) -> Entry:
-    module_name, _, attribute = name.partition(":")
+def import_object(name: str, where: str) -> Callable[..., Any]:
+    """The callable that `module:attribute` or `path/to/file.py:attribute` names.
+
+    Raises:
+        UserMistake: it cannot be imported, or there is no such callable; the nearest names are in the remedy.
+    """
+    module_name, _, attribute = name.rpartition(":")
     try:
-        module = importlib.import_module(module_name)
+        module = _module_of(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as error:
         raise UserMistake(f"cannot import {module_name!r}: {type(error).__name__}: {error}", where,
                           "put its folder on PYTHONPATH, and import it once by hand to see its errors") from error
@@ -110,8 +121,22 @@ def _import(name: str, where: str) -> Entry:
     if not callable(function):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserMistake(f"{module_name!r} has no function {attribute!r}", where, _suggest(attribute, there))
-    registered = [entry for entry in _registry.values() if entry.function is function]
-    return registered[0] if registered else Entry(function)
+    return function
+
+
+def _module_of(path: Path) -> types.ModuleType:
+    """A file as a module, imported once, under a name of its own so that it hides no other."""
+    name = f"megarl_file_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # before its code runs: dataclasses look their module up
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _suggest(word: str, known: Sequence[str]) -> str:
@@ -133,7 +158,8 @@ def bind(term: Term, where: str = "reward.terms") -> Callable[[str, Any, PromptV
             raise UserMistake(f"reward function {term.name!r} needs the package {module}", f"{where}.name",
                               f"pip install {requirement}")
         importlib.import_module(module)
-    options = _check_options(term.name, entry.function, term.options, f"{where}.options")
+    options = check_options(f"reward function {term.name!r}", entry.function, term.options, f"{where}.options", 3,
+                            "f(response, label, prompt, **options)")
     if entry.check is not None:
         try:
             entry.check(**options)
@@ -143,21 +169,30 @@ def bind(term: Term, where: str = "reward.terms") -> Callable[[str, Any, PromptV
     return functools.partial(entry.function, **options)
 
 
-def _check_options(name: str, function: Callable[..., Any], options: dict[str, Any], where: str) -> dict[str, Any]:
+def check_options(what: str, function: Callable[..., Any], options: dict[str, Any], where: str, given: int,
+                  form: str) -> dict[str, Any]:
+    """The options as the annotations of the function have them.
+
+    Args:
+        what: the function, for messages.
+        given: arguments that come before the options.
+        form: how it is called, for messages.
+    Raises:
+        UserMistake: an option is unknown, missing or of the wrong type.
+    """
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
-    accepted = [p.name for p in parameters[3:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    accepted = [p.name for p in parameters[given:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         for option in options:
             if option not in accepted:
                 remedy = _suggest(option, accepted) if accepted else "it takes no options"
-                raise UserMistake(f"reward function {name!r} has no option {option!r}", where, remedy)
+                raise UserMistake(f"{what} has no option {option!r}", where, remedy)
     try:
-        signature.bind("", None, None, **options)
+        signature.bind(*[None] * given, **options)
     except TypeError as error:
-        raise UserMistake(f"reward function {name!r} cannot be called: {error}", where,
-                          "its signature must be f(response, label, prompt, **options) with every option given or "
-                          "defaulted") from error
+        raise UserMistake(f"{what} cannot be called: {error}", where,
+                          f"its signature must be {form} with every option given or defaulted") from error
     hints = _hints(function) if options else {}
     return {option: _validated(value, hints[option], f"{where}.{option}") if option in hints else value
             for option, value in options.items()}

@@ -19,7 +19,8 @@ from megarl.data.exchange import exchange
 from megarl.data.packing import PackingPlan
 from megarl.data.routing import ReplayShare
 from megarl.data.table import SampleTable, cut_minibatches, plan_minibatch
-from megarl.objective.advantages import group_advantages, overlong_punishment, token_weights
+from megarl.data.prompts import source_of
+from megarl.objective.advantages import episode_values, group_advantages, overlong_punishment, token_weights
 from megarl.objective.kl import kl_estimate
 from megarl.objective.recipes import Objective
 from megarl.update.experts import Load
@@ -61,6 +62,7 @@ class Experience:
         minibatches: optimizer steps of one pass.
         epochs: passes.
         pipelined: whether there are several pipeline ranks.
+        task: int64 [N], number of the data source of each sample.
     """
 
     table: SampleTable
@@ -68,6 +70,7 @@ class Experience:
     epochs: int
     objective: Objective
     pipelined: bool
+    task: np.ndarray
 
     @classmethod
     def build(cls, taken: Taken, step: int, config: Config, objective: Objective, groups: Groups,
@@ -97,27 +100,36 @@ class Experience:
         minibatches = []
         for members, (schedule, plan, bubble) in zip(parts, arranged, strict=True):
             batches = [build_batch(samples, np.searchsorted(numbers, members[rows]), layout, cp_rank=groups.cp,
-                                   numbers=numbers, per_token={"lag": step - samples.versions},
+                                   numbers=numbers, per_token={"lag": step - samples.versions,
+                                                               "turn_advantages": samples.advantages},
                                    pad_token=pad_token, replay=replay).to(device.current())
                        for rows in plan.bins[groups.dp]]
             minibatches.append(Minibatch(members, batches, int(table.lengths[members].sum()),
                                          int(table.trained_tokens[members].sum()), plan, schedule, bubble))
-        return cls(table, minibatches, config.batch.epochs, objective, layout.pipeline > 1)
+        weights = [source.weight for source in config.data.sources]
+        task = np.array([source_of(position, weights) for position in table.position.tolist()], np.int64)
+        return cls(table, minibatches, config.batch.epochs, objective, layout.pipeline > 1, task)
 
     def set_advantages(self) -> None:
         """Fill in `advantages` and `weights` of every micro-batch; after the log-probs, for a KL in the reward."""
         objective, table = self.objective, self.table
-        rewards_n = torch.from_numpy(table.reward.copy())
-        rewards_n += overlong_punishment(torch.from_numpy(table.response_tokens), objective)
+        episode_n = torch.from_numpy(table.episode)
+        group_e, task_e = (episode_values(torch.from_numpy(value), episode_n, "amax")
+                           for value in (table.group, self.task))
+        rewards_e = episode_values(torch.from_numpy(table.reward), episode_n, "amax")  # its samples have the same one
+        punished_n = overlong_punishment(torch.from_numpy(table.response_tokens), objective)
+        rewards_e += episode_values(punished_n, episode_n, "amin")
         if objective.kl_in_reward:
-            rewards_n -= objective.kl.coefficient * self._kl_of_samples()
-        advantages_n = group_advantages(rewards_n, torch.from_numpy(table.group), objective)
+            rewards_e -= objective.kl.coefficient * episode_values(self._kl_of_samples(), episode_n, "sum")
+        advantages_n = group_advantages(rewards_e, group_e, objective, task_e)[episode_n]
         for minibatch in self.minibatches:
             weights_n = torch.zeros(len(table), dtype=torch.float64)
             lengths = torch.from_numpy(table.trained_tokens[minibatch.members])
-            weights_n[torch.from_numpy(minibatch.members)] = token_weights(lengths, objective)
+            members = torch.from_numpy(minibatch.members)
+            weights_n[members] = token_weights(lengths, objective, episode_n[members])
             for batch in minibatch.batches:
-                batch.per_token["advantages"] = _to_tokens(advantages_n, batch)
+                own_t = batch.per_token.pop("turn_advantages")
+                batch.per_token["advantages"] = torch.where(own_t.isnan(), _to_tokens(advantages_n, batch), own_t)
                 batch.per_token["weights"] = _to_tokens(weights_n, batch)
 
     def _kl_of_samples(self) -> torch.Tensor:

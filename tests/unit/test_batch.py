@@ -167,7 +167,10 @@ def test_sample_batch_from_groups():
 
 def test_wires_concatenate():
     """What an all-to-all does: the receiver gets the pieces of several senders end to end."""
-    samples = SampleBatch.from_groups(experience([(5, 4), (1, 3), (3, 0), (16, 8)]))
+    groups = experience([(5, 4), (1, 3), (3, 0), (16, 8)])
+    groups[1].samples[0].advantages = np.array([0.5, 0, -1.5], np.float32)
+    samples = SampleBatch.from_groups(groups)
+    assert np.flatnonzero(~np.isnan(samples.advantages)).tolist() == [4, 5, 6]
     wires = [samples.select(rows).to_wire() for rows in ([3, 1], [], [0])]
     received = SampleBatch.from_wire(*(torch.cat(parts) for parts in zip(*wires, strict=True)))
     for name in vars(samples):

@@ -7,7 +7,7 @@ import pytest
 from chat_templates import STOPS, TEMPLATES, TOOLS, chat_of, tokenizer_of
 
 from megarl.errors import UserMistake
-from megarl.rollout.environments.chat import Chat
+from megarl.rollout.environments.chat import Chat, Refused
 
 USER = [{"role": "user", "content": "what is 1+2?"}]
 CALLS = {  # not laid out as the template would lay them out
@@ -162,8 +162,8 @@ def test_several_new_messages_at_once() -> None:
         "<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n")]
 
 
-def test_a_refusal_of_the_template_is_a_mistake() -> None:
-    with pytest.raises(UserMistake, match="must alternate"):
+def test_a_refusal_of_the_template_is_told() -> None:
+    with pytest.raises(Refused, match="must alternate"):
         chat_of("mistral").open([{"role": "assistant", "content": "I begin"}])
 
 

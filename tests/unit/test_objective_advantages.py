@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from megarl.config.schema import ObjectiveConfig
 from megarl.data.sample import Group, Prompt, Sample
-from megarl.objective.advantages import group_advantages, has_signal, overlong_punishment, token_weights
+from megarl.objective.advantages import (
+    episode_values,
+    group_advantages,
+    has_signal,
+    overlong_punishment,
+    token_weights,
+)
 from megarl.objective.recipes import resolve
+from megarl.objective.turns import returns, turn_advantages
 
 
 def objective(max_response_tokens=10, **fields):
@@ -102,3 +109,78 @@ def test_signal_of_a_group():
     assert has_signal(group(1.0, 0.0, 1.0))
     assert not has_signal(group(1.0, 1.0)) and not has_signal(group(0.0, 0.0)) and not has_signal(group(0.5))
     assert not has_signal(group(1.0, None, 1.0))  # a failed reward is no reward
+
+
+def test_a_standard_deviation_over_tasks_by_hand():
+    # Task 0: groups 0 (rewards 1, 0, 0, 1; squares 1) and 2 (3, 3; squares 0): ddof 1: sqrt(1 / (6 - 2)) = .5;
+    # ddof 0: sqrt(1 / 6). Task 1: group 1 (200, 500; squares 45000): ddof 1: sqrt(45000 / 1); ddof 0: sqrt(45000 / 2).
+    rewards_n = f64(1, 200, 0, 0, 500, 1, 3, 3)
+    group_n, task_n = torch.tensor([0, 1, 0, 0, 1, 0, 2, 2]), torch.tensor([0, 1, 0, 0, 1, 0, 0, 0])
+    one = objective(algorithm="grpo", std_over="task", std_eps=0)
+    a, b = 0.5 / 0.5, 150 / math.sqrt(45000)
+    torch.testing.assert_close(group_advantages(rewards_n, group_n, one, task_n), f64(a, -b, -a, -a, b, a, 0, 0),
+                               rtol=1e-12, atol=0)
+    one = objective(algorithm="grpo", std_over="task", std_eps=0.25, std_ddof=0)
+    a, b = 0.5 / (math.sqrt(1 / 6) + 0.25), 150 / (math.sqrt(45000 / 2) + 0.25)
+    torch.testing.assert_close(group_advantages(rewards_n, group_n, one, task_n), f64(a, -b, -a, -a, b, a, 0, 0),
+                               rtol=1e-12, atol=0)
+    whole = group_advantages(rewards_n, group_n, one)  # no tasks: all are one
+    torch.testing.assert_close(whole[0] / whole[4], f64(0.5 / 150)[0])
+
+
+def test_parts_of_an_episode_by_hand():
+    # Prompt 7: episode 0 in two parts, episodes 1 and 2 whole. Mean of the three rewards 3, 0, 0 is 1, not 6 / 4.
+    episode_n = torch.tensor([0, 0, 1, 2])
+    rewards_e = episode_values(f64(3, 3, 0, 0), episode_n, "amax")
+    got = group_advantages(rewards_e, torch.tensor([0, 0, 0]), objective(algorithm="dr_grpo"))[episode_n]
+    assert got.tolist() == [2, 2, -1, -1]
+    # Tokens 2 + 4 of one episode, 3 and 1 of the others: of a third each, by tokens of the whole episode.
+    lengths_n = torch.tensor([2, 4, 3, 1])
+    got = token_weights(lengths_n, objective(aggregation="sequence_mean"), episode_n)
+    torch.testing.assert_close(got, f64(1 / 18, 1 / 18, 1 / 9, 1 / 3), rtol=1e-12, atol=0)
+    assert (got * lengths_n).sum() == pytest.approx(1)
+    got = token_weights(lengths_n, objective(aggregation="constant"), episode_n)
+    torch.testing.assert_close(got, f64(1, 1, 1, 1) / (3 * 10), rtol=1e-12, atol=0)
+    got = token_weights(lengths_n, objective(aggregation="token_mean"), episode_n)
+    torch.testing.assert_close(got, f64(1, 1, 1, 1) / 10, rtol=1e-12, atol=0)
+    # Numbers of episodes need not be dense: a minibatch has some of the experience's.
+    got = token_weights(lengths_n, objective(aggregation="sequence_mean"), torch.tensor([5, 5, 9, 11]))
+    torch.testing.assert_close(got, f64(1 / 18, 1 / 18, 1 / 9, 1 / 3), rtol=1e-12, atol=0)
+
+
+def test_splitting_an_episode_changes_no_weight():
+    """The sum over an episode's tokens is that of an episode that stayed whole."""
+    for aggregation in ("sequence_mean", "token_mean", "constant"):
+        one = objective(aggregation=aggregation)
+        whole = token_weights(torch.tensor([6, 3]), one) * torch.tensor([6, 3])
+        parts = token_weights(torch.tensor([1, 5, 3]), one, torch.tensor([0, 0, 1])) * torch.tensor([1, 5, 3])
+        torch.testing.assert_close(f64(parts[0] + parts[1], parts[2]), whole, rtol=1e-12, atol=0)
+
+
+def test_returns_by_hand():
+    assert returns([1, 0, 2], 1.0) == [3, 2, 2] and returns([1, 0, 2], 0.5) == [1.5, 1, 2]
+    assert returns([4, 1], 0.0) == [4, 1] and returns([], 1.0) == []
+
+
+def test_turn_advantages_by_hand():
+    # Returns at discount .5: [2, 2], [1, 0], [0]. Turn 0: mean 1, turn 1: mean 1.
+    rewards = [[1, 2], [1, 0], [0]]
+    got = turn_advantages(rewards, 0.5, objective(algorithm="dr_grpo"))
+    assert got == [[1, 1], [0, -1], [-1]]
+    # Turn 0: squares 1 + 0 + 1, ddof 1: std 1. Turn 1: squares 1 + 1, ddof 1: std sqrt(2).
+    got = turn_advantages(rewards, 0.5, objective(algorithm="grpo", std_eps=0))
+    root = 1 / math.sqrt(2)
+    assert [pytest.approx(episode) for episode in got] == [[1, root], [0, -root], [-1]]
+
+
+def test_turn_advantages_with_one_reward_at_the_end_are_grpos():
+    rewards = f64(1, 0, 0.25, 1)
+    one = objective(algorithm="grpo")
+    plain = group_advantages(rewards, torch.zeros(4, dtype=torch.int64), one)
+    got = turn_advantages([[0, 0, reward] for reward in rewards.tolist()], 1.0, one)
+    assert got == [[value] * 3 for value in plain.tolist()]
+
+
+def test_a_turn_that_no_other_episode_reaches_has_no_advantage():
+    got = turn_advantages([[0, 0, 5], [1]], 1.0, objective(algorithm="grpo"))
+    assert got[0][1:] == [0, 0] and got[0][0] > 0 > got[1][0]

@@ -33,6 +33,10 @@ Message = dict[str, Any]
 MARK = "megarl-mark-0f5c"  # stands for a reply where only what the template writes around it is wanted
 
 
+class Refused(Exception):
+    """The chat template does not take these messages."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A prompt: the template's text up to where the assistant begins to speak, and its tokens.
@@ -101,7 +105,7 @@ class Chat:
         """A prompt rendered from nothing.
 
         Raises:
-            UserMistake: the template refuses the messages.
+            Refused: by the template.
         """
         text = self._render(messages, tools)
         return Rendered(text, self._ids(text))
@@ -134,7 +138,7 @@ class Chat:
             (next prompt, True) whose ids begin with the prompt's and the reply's; or (next prompt, False) rendered
             from nothing, because the template changes what stands before.
         Raises:
-            UserMistake: the template refuses the messages.
+            Refused: by the template.
         """
         fresh, refused = None, None
         for message in self._forms(said):
@@ -142,8 +146,8 @@ class Chat:
                 before = self._render([*messages, message], tools, opening=False)
                 after = self._render([*messages, message, *new], tools)
                 end = self._end(messages, tools)
-            except UserMistake as mistake:  # this form of the reply; the other one may pass
-                refused = mistake
+            except Refused as error:  # this form of the reply; the other one may pass
+                refused = error
                 continue
             if after.startswith(before) and self._says(before, prompt.text, end, said, tools):
                 added = self._ids(end + after[len(before):])
@@ -194,8 +198,7 @@ class Chat:
                 [_for_template(message) for message in messages], tools=list(tools) or None, tokenize=False,
                 add_generation_prompt=opening, **self._options)
         except (jinja2.TemplateError, TypeError) as error:
-            raise UserMistake(f"the chat template refuses the conversation: {error}", "environments",
-                              "write the roles in the order that the model's template takes") from error
+            raise Refused(f"the chat template refuses the conversation: {error}") from error
 
 
 def _for_template(message: Message) -> Message:

@@ -9,7 +9,9 @@ every sampled token is trained on exactly once.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.sample import Prompt, Sample, sample_seed
+from megarl.errors import MegarlError
 from megarl.rollout.environments.chat import Chat, Message, Rendered, Said
 from megarl.rollout.environments.protocol import Action, NoRoom
 from megarl.rollout.protocol import Completion
@@ -50,11 +53,19 @@ class EnginesFailed(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of tokens: of a piece, prompt and response together; of its response, observations included; of one turn."""
+    """What an episode may take.
+
+    Attributes:
+        total: tokens of a piece, prompt and response together.
+        response: tokens of a piece's response, observations included.
+        turn: tokens sampled in one turn.
+        turns: calls to the model.
+    """
 
     total: int
     response: int
     turn: int
+    turns: int
 
 
 @dataclass
@@ -144,6 +155,15 @@ class Episode:
         limits: in tokens.
         seed: of the episode; call k samples with `sample_seed(seed, k, 0)`.
         name: of the episode, in request ids.
+
+    Attributes:
+        pieces, turns: so far.
+        cut: a limit ended it, or cut its last reply.
+        ended: no more calls are answered.
+        fault: what the engines raised, for whoever lets the environment run: its code may have caught it. `faulted` is
+            done once there is one.
+        cached_tokens: prompt tokens that engines did not compute again, over all calls.
+        prompt_tokens: of all calls.
     """
 
     def __init__(self, chat: Chat, complete: Complete, limits: Limits, seed: int, name: str) -> None:
@@ -152,7 +172,10 @@ class Episode:
         self._nodes: list[_Node] = []
         self.pieces: list[Piece] = []
         self.turns: list[Turn] = []
-        self.out_of_room = False
+        self.cut = self.ended = False
+        self.fault: MegarlError | None = None
+        self.faulted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.prompt_tokens = self.cached_tokens = 0
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, max_tokens: int | None = None,
                   stop: Sequence[str] = ()) -> Reply:
@@ -164,10 +187,16 @@ class Episode:
             max_tokens: to sample at most; what the limits leave if not given.
             stop: further stop strings.
         Raises:
-            NoRoom: the limits leave no token.
+            NoRoom: the limits leave no token, or no further call.
+            Refused: the chat template does not take the messages.
             EnginesFailed: no engine answered.
             UserMistake, MachineFault: as the engines raise them; the run ends.
         """
+        if self.ended:
+            raise NoRoom("the episode has ended")
+        if self._calls == self._limits.turns:
+            self.cut = True
+            raise NoRoom(f"the model was asked {self._calls} times, which is the limit")
         messages, tools = list(messages), list(tools)
         node, prompt, goes_on = self._prompt(messages, tools)
         piece = self.pieces[node.piece] if goes_on else Piece(prompt.ids)
@@ -175,7 +204,7 @@ class Episode:
         room = min(self._limits.total - len(prompt.ids), self._limits.turn, max_tokens or self._limits.turn,
                    self._limits.response - piece.response_tokens - len(context))
         if room < 1:
-            self.out_of_room = True
+            self.cut = True
             raise NoRoom(f"a conversation of {len(prompt.ids)} tokens leaves no room for a reply")
         self._calls += 1
         ask = Ask(prompt.ids, sample_seed(self._seed, self._calls - 1, 0), room, tuple(stop),
@@ -183,16 +212,27 @@ class Episode:
         if goes_on:
             node.free = False
         try:
-            completion = await self._complete(ask)
+            completion = await self._answered(ask)
         except BaseException:
             if goes_on:
                 node.free = True
             raise
-        if completion is None:
-            if goes_on:
-                node.free = True
-            raise EnginesFailed(f"no engine answered {ask.name}")
+        self.cut = completion.finish == "length"
+        self.prompt_tokens += len(prompt.ids)
+        self.cached_tokens += completion.cached_tokens
         return self._record(messages, tools, prompt, completion, node.piece if goes_on else None, piece, context)
+
+    async def _answered(self, ask: Ask) -> Completion:
+        try:
+            completion = await self._complete(ask)
+        except MegarlError as error:
+            self.fault = error
+            if not self.faulted.done():
+                self.faulted.set_result(None)
+            raise
+        if completion is None:
+            raise EnginesFailed(f"no engine answered {ask.name}")
+        return completion
 
     def _prompt(self, messages: list[Message], tools: list[Message]) -> tuple[_Node | None, Rendered, bool]:
         """(node gone on from, prompt, whether it goes on at the end of the node's piece)."""
@@ -223,16 +263,26 @@ class Episode:
                         len(completion.response_ids))
         return Reply(said.message, action, completion, len(prompt.ids), turn)
 
-    def samples(self, prompt: Prompt, n: int, finish: str, text: str) -> list[Sample]:
+    @property
+    def last_content(self) -> str:
+        """What the model said last, outside tool calls; "" if it was not asked."""
+        return self._nodes[-1].said.parsed.content if self._nodes else ""
+
+    @property
+    def reward(self) -> float:
+        """Of all turns."""
+        return math.fsum(turn.reward for turn in self.turns)
+
+    def samples(self, prompt: Prompt, n: int, decode: Callable[[list[int]], str]) -> list[Sample]:
         """One sample per piece; they share (position, n), and how the episode ended.
 
         A piece's prompt takes the place of the data's in `Sample.prompt`.
         """
-        found = []
+        finish, found = "length" if self.cut else "stop", []
         for part, piece in enumerate(self.pieces):
             ids, logprobs, trained, versions = piece.response()
-            found.append(Sample(replace(prompt, token_ids=piece.prompt_ids), n, self._seed, ids, logprobs, finish, text,
-                                versions, part=part, trained=None if trained.all() else trained))
+            found.append(Sample(replace(prompt, token_ids=piece.prompt_ids), n, self._seed, ids, logprobs, finish,
+                                decode(ids.tolist()), versions, part=part, trained=None if trained.all() else trained))
         return found
 
 
