@@ -32,6 +32,7 @@ from megarl.reward.pool import RewardPool
 from megarl.reward.registry import Term, term_keys
 from megarl.rollout.dispatch import Decision, Dispatcher, Draws, wait_for_decision
 from megarl.rollout.evaluate import evaluate
+from megarl.rollout.external import ExternalEngines, address_towards
 from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
 from megarl.rollout.generate import Generator
 from megarl.rollout.ledger import Announcements
@@ -214,6 +215,7 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
     with ExitStack() as stack:
         if partition.rank == 0:
             stack.enter_context(beat_for_trainers(control.store))
+            stack.enter_context(ExternalEngines(config, control.store, control.generation, control.keys))
             stack.callback(request_stop, control.store, "the trainers have ended")
         groups = start_trainers(layout, partition.rank, control.store, config.cluster.timeout_s, config.run.seed)
         policy = Policy(config, hf, groups, objective)
@@ -253,8 +255,9 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             fleet.wait_ready(config.cluster.start_timeout_s, lambda up, of: report.say(f"engines up: {up} of {of}"))
         meet = Meeting(control.store, partition.trainers)
         meet()
-        publisher = WeightPublisher(policy.chunks, hf, config, address=control.address,
-                                    generation=control.generation, fleet=fleet)
+        address = address_towards(config.rollout.urls, control.address)
+        publisher = WeightPublisher(policy.chunks, hf, config, address=address, generation=control.generation,
+                                    fleet=fleet)
         stack.callback(publisher.close)
         course = Course(Announcements(control.store), Dispatcher(config, control.store, draws) if fleet else None,
                         sampling.generator if sampling else None)
@@ -267,8 +270,7 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
 
 
 def _fleet(config: Config, control: Control) -> Fleet:
-    return Fleet(control.store, config.cluster.rollouts, config.rollout.engines_per_rank,
-                 config.cluster.lease_timeout_s)
+    return Fleet.from_config(config, control.store, control.keys)
 
 
 def _term_names(config: Config) -> list[str]:

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     else:
         from megarl.rollout.supervisor import supervise
 
-        supervise(config, partition, control.store, run_dir, address=control.address)
+        supervise(config, partition, control.store, run_dir, address=control.address, keys=control.keys)
     farewell(control, partition, config.cluster.timeout_s)
 
 

@@ -40,13 +40,18 @@ class ScriptedEngine:
         requests: bodies of /generate, in order of arrival.
         running, most_running: requests now and at most at once.
         aborted: rids that were aborted.
+        control_calls: by their paths, in order.
+        size: ranks that it says it has, as SGLang; None: an embedded engine.
     """
+
+    size: int | None = None
 
     def __init__(self, version: str = "own", delay_s: float = 0.0) -> None:
         self.version, self.delay_s = version, delay_s
         self.requests: list[dict] = []
         self.running = self.most_running = 0
         self.aborted: list[str] = []
+        self.control_calls: list[str] = []
         self._faults: list[dict] = []
 
     def order(self, kind: str, *, times: int = 10**9, first_token: int | None = None) -> None:
@@ -114,7 +119,7 @@ class ScriptedEngine:
 
     async def abort(self, request: web.Request) -> web.Response:
         """POST /abort_request."""
-        self.aborted.append((await request.json())["rid"])
+        self.aborted.append((await request.json()).get("rid", "all"))
         return web.Response()
 
     async def fault(self, request: web.Request) -> web.Response:
@@ -134,7 +139,17 @@ class ScriptedEngine:
 
     async def model_info(self, request: web.Request) -> web.Response:
         """GET /model_info."""
-        return web.json_response({"model_path": "scripted", "weight_version": self.version})
+        return web.json_response({"model_path": "scripted", "weight_version": self.version,
+                                  **({"engine": "megarl-embedded"} if self.size is None else {})})
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        """GET /server_info."""
+        return web.json_response({"tp_size": self.size, "pp_size": 1})
+
+    async def note_call(self, request: web.Request) -> web.Response:
+        """A control call: noted, and done."""
+        self.control_calls.append(request.path.strip("/"))
+        return web.json_response({"success": True})
 
     async def loads(self, request: web.Request) -> web.Response:
         """GET /v1/loads."""
@@ -150,16 +165,17 @@ class ScriptedEngine:
         app.add_routes([
             web.post("/generate", self.generate), web.post("/abort_request", self.abort),
             web.post("/fault", self.fault), web.post("/update_weight_version", self.set_version),
-            web.get("/model_info", self.model_info), web.get("/stats", self.stats),
-            web.get("/health", self.health), web.get("/v1/loads", self.loads)])
+            web.post("/end_weight_update", self.note_call), web.post("/continue_generation", self.note_call),
+            web.get("/server_info", self.server_info), web.get("/model_info", self.model_info),
+            web.get("/stats", self.stats), web.get("/health", self.health), web.get("/v1/loads", self.loads)])
         return app
 
 
 class Serving:
     """A scripted engine served from a thread of this process. A context manager; `url` is where."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: ScriptedEngine, port: int = 0) -> None:
+        self.engine, self._port = engine, port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -168,7 +184,7 @@ class Serving:
 
     async def _start(self) -> str:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
         await site.start()
         return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
 
@@ -201,11 +217,14 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--exit", type=int, help="end at once with this status")
     parser.add_argument("--clash-status", type=int, default=1, help="status to end with if the port is taken")
+    parser.add_argument("--tell-pid", action="store_true")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM, and have a child that does too")
     options, _ = parser.parse_known_args()
     if options.exit is not None:
         print("loading\nerror: config.json: no such model\n  remedy: name one that exists", file=sys.stderr)
         sys.exit(options.exit)
+    if options.tell_pid:
+        print(f"pid {os.getpid()}", flush=True)
     if options.stubborn:
         import signal
 

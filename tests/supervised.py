@@ -25,6 +25,7 @@ SCRIPTED = str(Path(__file__).with_name("scripted_engine.py"))
 def _supervise(port: int, config: Config, rank: int, run_dir: str, options: list[str] | None, ports: list[int],
                keys: Keys) -> None:
     """In the child: supervise, with engine_command replaced unless `options` is None; leave the outcome in a file."""
+    from megarl.config import sglang
     from megarl.rollout import supervisor
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="9", MASTER_ADDR="nowhere", MASTER_PORT="1", LOCAL_RANK="0",
@@ -33,6 +34,7 @@ def _supervise(port: int, config: Config, rank: int, run_dir: str, options: list
         supervisor.engine_command = lambda config, number, first_gpu, host, port, version, part, keys_file: [
             sys.executable, SCRIPTED, "--host", host, "--port", str(port), "--weight-version", version, *options,
             *([f"--part={part.node}/{part.nodes}@{part.meeting}"] if part else [])]
+        sglang.installation = lambda *_: None
     if ports:
         real, supervisor.free_port = supervisor.free_port, lambda host: ports.pop(0) if ports else real(host)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -70,11 +72,16 @@ class Supervised:
         self.run_dir, self.store = run_dir, new_store()
         self.heartbeat = beat_for_trainers(self.store) if beat else None
         self.fleet = Fleet.from_config(self.config, self.store, keys)
-        arguments = [(self.store.port, self.config, 1 + rank, str(run_dir),
+        self._arguments = [(self.store.port, self.config, 1 + rank, str(run_dir),
                       None if options is None else list(options), list(ports), keys) for rank in range(rollouts)]
-        self.processes = [forks.context().Process(target=_supervise, args=call) for call in arguments]
-        for process in self.processes:
-            process.start()
+        self.processes: list[Any] = [None] * rollouts
+        for rank in range(rollouts):
+            self.start_again(rank)
+
+    def start_again(self, rank: int) -> None:
+        """Start a rank's process."""
+        self.processes[rank] = forks.context().Process(target=_supervise, args=self._arguments[rank])
+        self.processes[rank].start()
 
     def outcome(self, rank: int = 0, timeout_s: float = 60.0) -> dict[str, Any]:
         """How the supervisor ended."""

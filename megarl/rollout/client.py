@@ -178,6 +178,17 @@ class EngineClient:
         """Which model and weight version the engine serves."""
         return ModelInfo.from_json(await self._retrying("GET", "/model_info", None, self._control_timeout_s))
 
+    async def kind(self) -> tuple[str, int]:
+        """Which server this is, `embedded` or `sglang`, and how many ranks it has."""
+        info = await self._retrying("GET", "/model_info", None, self._control_timeout_s)
+        if isinstance(info, dict) and info.get("engine") == "megarl-embedded":
+            return "embedded", 1
+        sizes = await self._retrying("GET", "/server_info", None, self._control_timeout_s)
+        try:
+            return "sglang", int(sizes["tp_size"]) * int(sizes["pp_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadAnswer(f"{self.url}/server_info has no tp_size and pp_size") from error
+
     async def load(self) -> tuple[int, int]:
         """How many sequences the engine is running, and how many wait in its queue."""
         answer = await self._once("GET", "/v1/loads?include=core", None, self._control_timeout_s)

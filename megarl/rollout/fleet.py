@@ -224,8 +224,11 @@ class _Reader:
 
 def _record(text: bytes, load: bytes | None) -> EngineRecord:
     record = EngineRecord(**json.loads(text))
-    found = json.loads(load) if load else {"incarnation": 0}  # a load may be of the process before
-    return replace(record, load=Load(**found["load"])) if found["incarnation"] == record.incarnation else record
+    if load:
+        incarnation, values = json.loads(load)
+        if incarnation == record.incarnation:  # else it is of the process before
+            return replace(record, load=Load(*values))
+    return record
 
 
 class Registrar:
@@ -233,10 +236,10 @@ class Registrar:
 
     Args:
         store: the control store.
-        rollout_index: this supervisor's number among the rollout ranks.
+        rollout_index: this supervisor's number among the rollout ranks; URL for who looks after engines of others.
     """
 
-    def __init__(self, store: Store, rollout_index: int) -> None:
+    def __init__(self, store: Store, rollout_index: int | str) -> None:
         self._store = fleet_store(store)
         self._rank = rollout_index
 
@@ -246,7 +249,7 @@ class Registrar:
 
     def write_load(self, record: EngineRecord, load: Load) -> None:
         """Replace the engine's load."""
-        self._store.set(f"load/{record.id}", json.dumps({"incarnation": record.incarnation, "load": asdict(load)}))
+        self._store.set(f"load/{record.id}", json.dumps([record.incarnation, [*vars(load).values()]]))
 
     def last_incarnation(self, engine: str) -> int:
         """The newest incarnation on record, 0 if there is none (an earlier process of this rank may have left one)."""

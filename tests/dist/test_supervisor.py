@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
 import signal
 import socket
+import stat
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from rollout_parts import VERSION, make_config, new_store
 from scripted_engine import ScriptedEngine, Serving
 from supervised import Supervised, processes_with, until
 
+from megarl.cluster.keys import Keys
 from megarl.errors import MachineFault, UserMistake
 from megarl.rollout.fleet import request_stop
 from megarl.rollout.process import engine_command
@@ -164,3 +168,60 @@ def test_command_of_the_embedded_engine():
     assert embedded[1:] == ["-m", "megarl.rollout.embedded", "--model-path", "/m", "--host", "127.0.0.1", "--port",
                             "5", "--dtype", "float32", "--weight-version", "own-1", "--slots", "64",
                             "--update-timeout", "120.0"]
+
+
+SPREAD = {"sglang": {"tp_size": 2}, "rollout": {"engine": "sglang", "gpus_per_rank": 1, "start_attempts": 5}}
+
+
+def _pids(world, log, count):
+    """Process ids of an engine's part, one for each of its first `count` incarnations."""
+    return until(lambda: (found := [int(pid) for pid in re.findall(r"^pid (\d+)$", world.log(log), re.MULTILINE)])
+                 and len(found) >= count and found, f"{log} was not started {count} times")
+
+
+def test_parts_of_an_engine_start_and_end_together(tmp_path):
+    with Supervised(tmp_path, rollouts=4, options=["--tell-pid"], **SPREAD) as world:
+        records = world.fleet.wait_ready(60)
+        assert [record.key for record in records] == [("0.0", 1), ("2.0", 1)]
+        commands = [world.log(name).splitlines()[0] for name in ("0.0", "0.0.node1", "2.0", "2.0.node1")]
+        parts = [command.rpartition("--part=")[2] for command in commands]
+        assert [part.partition("@")[0] for part in parts] == ["0/2", "1/2"] * 2
+        assert parts[0].partition("@")[2] == parts[1].partition("@")[2] != parts[3].partition("@")[2]
+
+        (first,), (second,) = _pids(world, "0.0", 1), _pids(world, "0.0.node1", 1)
+        os.kill(second, signal.SIGKILL)  # the part without the server
+        until(lambda: not world.fleet.engines() or world.fleet.engines()[0].id == "2.0", "an engine without a part")
+        until(lambda: [r for r in world.fleet.engines() if r.key == ("0.0", 2)], "it did not come back")
+        (_, again), (_, second) = _pids(world, "0.0", 2), _pids(world, "0.0.node1", 2)
+        assert not _alive(first) and _alive(second)
+
+        os.kill(again, signal.SIGKILL)
+        until(lambda: [r for r in world.fleet.engines() if r.key == ("0.0", 3)], "it did not come back")
+        until(lambda: not _alive(second), "a part outlived its engine")
+        assert len(_pids(world, "0.0.node1", 3)) == 3
+        assert world.starts("2.0") == world.starts("2.0.node1") == 1
+
+
+def test_an_engine_whose_part_has_no_supervisor_waits_for_it(tmp_path):
+    with Supervised(tmp_path, rollouts=2, options=["--tell-pid"], cluster={"lease_timeout_s": 2.0}, **SPREAD) as world:
+        world.fleet.wait_ready(60)
+        world.processes[1].kill()
+        until(lambda: not world.fleet.engines(), "an engine without a part is still registered")
+        until(lambda: world.fleet.records()[0].state == "down", "its process was kept")
+        assert "rollout rank 1, which has a part of it, is silent" in world.fleet.records()[0].detail
+        world.start_again(1)
+        until(lambda: world.fleet.engines(), "it did not come back")
+        assert world.fleet.engines()[0].incarnation == 2
+
+
+def test_keys_reach_engines_and_nothing_that_others_can_read(tmp_path):
+    keys = Keys("sesame-for-all", "open-for-few")
+    with Supervised(tmp_path, keys=keys) as world:
+        (record,) = world.fleet.wait_ready(60)
+        assert record.keys == keys
+        stats = _stats(record)
+        assert stats["env"]["MEGARL_API_KEY"] == keys.api and stats["env"]["MEGARL_ADMIN_KEY"] == keys.admin
+        until(lambda: world.fleet.records()[0].load is not None, "no load was published")
+        text = world.log() + str(world.fleet.records()) + Path(f"/proc/{stats['pid']}/cmdline").read_text()
+        assert keys.api not in text and keys.admin not in text
+        assert stat.S_IMODE((tmp_path / "logs" / "engine-0.0.log").stat().st_mode) == 0o600
