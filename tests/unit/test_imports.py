@@ -28,6 +28,7 @@ PURE = {  # prefix of module -> packages it must never reach
     "megarl.data.packing": NO_TORCH,
     "megarl.model.hf_config": NO_TORCH,
     "megarl.reward.registry": NO_TORCH,
+    **dict.fromkeys(("megarl.rollout.admission", "megarl.rollout.overlap"), NO_TORCH),
     "megarl.objective": (*HEAVY, "torch.distributed"),
     "megarl.pipeline.schedule": NO_TORCH,
     "megarl.pipeline.check": NO_TORCH,
