@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from megarl.config.schema import Config, EvalSetConfig
 from megarl.data.buffer import ExperienceBuffer, Taken
 from megarl.data.prompts import PromptStream, load_eval_set
 from megarl.data.sample import Group, Prompt
-from megarl.data.tokenizer import decoder, load_tokenizer
+from megarl.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from megarl.errors import UserMistake
 from megarl.model.hf_config import HFConfig
 from megarl.objective.advantages import has_signal
@@ -31,6 +32,7 @@ from megarl.pipeline.trace import Span
 from megarl.reward.pool import RewardPool
 from megarl.reward.registry import Term, term_keys
 from megarl.rollout.dispatch import Decision, Dispatcher, Draws, wait_for_decision
+from megarl.rollout.environments.groups import Environments, Score, count_names, metrics
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.external import ExternalEngines, address_towards
 from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
@@ -42,6 +44,9 @@ from megarl.sync.publish import WeightPublisher
 from megarl.update.experience import Experience, Minibatch
 from megarl.update.gap import watch_gap
 from megarl.update.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -239,13 +244,13 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             report.say(f"changed since {newest.name}: {key} was {before}, is {now}")
         sampling, draws = None, Draws(progress.unfinished, progress.position)
         if groups.is_leader:
-            pool = stack.enter_context(RewardPool(config.reward))
+            score, environments = _scoring(stack, config, objective, tokenizer)
             prompts = stack.enter_context(PromptStream(config.data, tokenizer, config.run.seed,
                                                        start=progress.position))
             generator = Generator(
                 config, prompts, _fleet(config, control), control.store, draws, generation=control.generation,
                 leader_index=groups.dp, leaders=layout.data, vocab_size=hf.vocab, decode=decoder(tokenizer),
-                score=pool.score_group, keep=has_signal if objective.dynamic_sampling else None)
+                score=score, keep=has_signal if objective.dynamic_sampling else None, environments=environments)
             stack.callback(generator.close)
             sets = [(chosen.name or Path(chosen.path).stem, chosen, load_eval_set(chosen, tokenizer, config.data))
                     for chosen in config.eval.sets]
@@ -262,11 +267,21 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
         course = Course(Announcements(control.store), Dispatcher(config, control.store, draws) if fleet else None,
                         sampling.generator if sampling else None)
         buffer = ExperienceBuffer(sampling.generator.take if sampling else None, course.decide, groups,
-                                  _term_names(config), config.rollout.max_lag)
+                                  _term_names(config), config.rollout.max_lag, count_names(config), metrics)
         yield Trainer(config, run_dir, control, groups, objective, policy, meet, course, checkpoints, publisher, buffer,
                       sampling, report, progress, tokenizer.pad_token_id or 0)
         dist.barrier()
     dist.destroy_process_group()  # not after a failure: peers may be gone, and waiting for them would hide it
+
+
+def _scoring(stack: ExitStack, config: Config, objective: Objective, tokenizer: PreTrainedTokenizerBase
+             ) -> tuple[Score | None, Environments | None]:
+    """What scores single answers, and what has conversations of several turns; None where the run has none of them."""
+    score = stack.enter_context(RewardPool(config.reward)).score_group if config.reward.terms else None
+    if not config.environments:
+        return score, None
+    return score, Environments(config, tokenizer, objective, stop_ids=stop_token_ids(config.model.path, tokenizer),
+                               decode=decoder(tokenizer), score=score)
 
 
 def _fleet(config: Config, control: Control) -> Fleet:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megarl.config import engines, files, keys, options, sglang
+from megarl.config import engines, environments, files, keys, options, sglang
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import Origin, read
 from megarl.config.schema import Config
@@ -55,7 +55,9 @@ def check(config: Config, origin: Origin | None = None, environ: Mapping[str, st
     found.extend(options.check_megatron(config.megatron))
     late = [step for step in config.observe.trace_steps if step > config.run.steps]
     notes = [f"observe.trace_steps: the run has no step {late[0]}"] if late else []
+    found.extend(debug.check(config, notes))
     found.extend(engines.check(config))
+    found.extend(environments.check(config))
     found.extend(sglang.check(config, notes))
     layout = _collect(found, lambda: Layout.from_config(config))
     if layout:
@@ -118,6 +120,7 @@ def _rollout(config: Config) -> Iterator[UserMistake]:
 
 def _reward(config: Config) -> Iterator[UserMistake]:
     from megarl.reward import registry  # light, and only this rule needs it
+    from megarl.rollout.environments.load import scored_by_terms
 
     reward = config.reward
     if reward.on_error == "value" and reward.error_value is None:
@@ -131,8 +134,7 @@ def _reward(config: Config) -> Iterator[UserMistake]:
     for number, term in enumerate(terms):
         _collect(mistakes, lambda term=term, number=number: registry.bind(term, f"reward.terms.{number}"))
     if not mistakes:
-        sources = [entry.name or Path(entry.path).stem for entry in (*config.data.sources, *config.eval.sets)]
-        _collect(mistakes, lambda: registry.check_terms(terms, sources))
+        _collect(mistakes, lambda: registry.check_terms(terms, scored_by_terms(config)))
     yield from mistakes
 
 
@@ -199,7 +201,8 @@ def _partitions(config: Config, environ: Mapping[str, str]) -> Iterator[UserMist
 
 def _paths(config: Config) -> Iterator[UserMistake]:
     yield from files.check_run_dir(config.run.dir)
-    for section, entries in (("data.sources", config.data.sources), ("eval.sets", config.eval.sets)):
+    prompts = (("data.sources", config.data.sources), ("eval.sets", config.eval.sets))
+    for section, entries in () if config.debug.replay_experience else prompts:
         for number, entry in enumerate(entries):
             columns = [column for column in (entry.prompt, entry.label) if column]
             yield from files.check_prompts(entry.path, columns, f"{section}.{number}")

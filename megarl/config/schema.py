@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+CLOSE_S = 10.0  # for an environment to end after it was told to
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -360,6 +361,14 @@ class ObserveConfig(Section):
         default_factory=list, description="steps whose pipeline timeline is written to run.dir/traces")
 
 
+class DebugConfig(Section):
+    """Sampling without training, and training without sampling."""
+
+    dump_experience: str = Field("", description="directory to write each step's samples to, ready to train on")
+    replay_experience: str = Field("", description="such a directory to train on: no engines, cluster.rollouts is 0")
+    rollout_only: bool = Field(False, description="sample, score and write; no optimizer, no checkpoint")
+
+
 class Config(Section):
     """The whole tree. `megatron` and `sglang` pass options through under those projects' own names."""
 
@@ -380,5 +389,6 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="saving and resuming")
     eval: EvalConfig = Field(EvalConfig(), description="evaluation on held-out prompts")
     observe: ObserveConfig = Field(ObserveConfig(), description="what a run tells")
+    debug: DebugConfig = Field(DebugConfig(), description="half a run at a time")
     megatron: dict[str, Any] = Field(default_factory=dict, description="TransformerConfig fields, by their own names")
     sglang: dict[str, Any] = Field(default_factory=dict, description="SGLang server arguments, by their own names")

@@ -7,7 +7,7 @@ then returns when the last group that the weights just published were asked for 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,11 +88,15 @@ class ExperienceBuffer:
         groups: this trainer's groups.
         terms: names of the reward terms, as in `Sample.reward_terms`.
         max_lag: versions that a token may be behind.
+        counters: names of further counters of `Collected.counts`, the same on all leaders.
+        derive: from their sums over the leaders to metrics.
     """
 
     def __init__(self, take: Callable[[Sequence[int]], Collected] | None, decide: Callable[[int], Decision],
-                 groups: Groups, terms: Sequence[str], max_lag: int) -> None:
+                 groups: Groups, terms: Sequence[str], max_lag: int, counters: Sequence[str] = (),
+                 derive: Callable[[Mapping[str, float]], dict[str, float]] = lambda total: {}) -> None:
         self._take, self._decide, self._groups, self._terms, self._max_lag = take, decide, groups, terms, max_lag
+        self._counters, self._derive = counters, derive
 
     def take(self, step: int) -> Taken:
         """The samples of `step` (from 0, the number of the weights it trains).
@@ -129,9 +133,9 @@ class ExperienceBuffer:
 
     def _measure(self, collected: Collected) -> dict[str, float]:
         """Metrics of all samples of the step, filtered groups included; collective over the leaders."""
-        samples = [s for group in (*collected.groups, *collected.filtered) for s in group.samples]
+        samples = [s for group in (*collected.groups, *collected.filtered) for s in group.samples if s.part == 0]
         rewards = [s.reward for s in samples if s.reward is not None]
-        sums = {name: float(collected.counts.get(name, 0)) for name in _COUNTS}
+        sums = {name: float(collected.counts.get(name, 0)) for name in (*_COUNTS, *self._counters)}
         sums["failed"] = float(sum(report.failed for report in collected.reports))
         sums |= {"scored": float(len(rewards)), "reward": math.fsum(rewards),
                  "squares": math.fsum(r * r for r in rewards), "filtered": float(len(collected.filtered))}
@@ -151,7 +155,7 @@ class ExperienceBuffer:
         if len(self._terms) > 1:
             metrics |= {f"reward/{term}": total[f"term {term}"] / max(total[f"count {term}"], 1)
                         for term in self._terms}
-        return metrics
+        return metrics | self._derive({name: total[name] for name in self._counters})
 
 
 def _problems(reports: list[Report]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import Store
 
-from megarl.config.schema import Config
+from megarl.config.schema import CLOSE_S, Config
 from megarl.errors import MachineFault
 from megarl.rollout.admission import Pending, choose, window
 from megarl.rollout.lease import LeaseWatch
@@ -176,4 +176,6 @@ def wait_for_decision(ear: Announcements, alive: Callable[[], None]) -> Decision
 def silence_s(config: Config) -> float:
     """The longest that the groups under way can be without news, with room for their scoring."""
     rollout = config.rollout
-    return (rollout.retries + 1) * (rollout.request_timeout_s + rollout.no_engine_timeout_s) + config.cluster.timeout_s
+    request = (rollout.retries + 1) * (rollout.request_timeout_s + rollout.no_engine_timeout_s)
+    episode = max(((one.retries + 1) * (one.timeout_s + CLOSE_S) for one in config.environments), default=0.0)
+    return max(request, episode) + config.cluster.timeout_s

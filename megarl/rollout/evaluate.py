@@ -44,11 +44,12 @@ def sums(groups: list[Group], chosen: EvalSetConfig) -> dict[str, float]:
     found = dict.fromkeys(("prompts", "reward", "samples", "tokens", "truncated", "unscored"), 0.0)
     found |= {f"pass@{k}": 0.0 for k in chosen.pass_at} | {f"of pass@{k}": 0.0 for k in chosen.pass_at}
     for group in groups:
-        rewards = [s.reward for s in group.samples if s.reward is not None]
-        found["samples"] += len(group.samples)
-        found["unscored"] += len(group.samples) - len(rewards)
+        whole = [s for s in group.samples if s.part == 0]  # the parts of an episode share its reward
+        rewards = [s.reward for s in whole if s.reward is not None]
+        found["samples"] += len(whole)
+        found["unscored"] += len(whole) - len(rewards)
         found["tokens"] += sum(len(s.response_ids) for s in group.samples)
-        found["truncated"] += sum(s.finish == "length" for s in group.samples)
+        found["truncated"] += sum(s.finish == "length" for s in whole)
         if rewards:
             found["prompts"] += 1
             found["reward"] += math.fsum(rewards) / len(rewards)

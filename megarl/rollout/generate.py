@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -29,7 +29,19 @@ from megarl.rollout.protocol import Expected, Sampling
 
 POLL_LEAST_S, POLL_MOST_S = 0.001, 0.02
 
-GroupMaker = Callable[[Prompt, Sequence[int], Work], Awaitable[Group | None]]
+class Environments(Protocol):
+    """What answers prompts in conversations of several turns (see `environments.groups.Environments`)."""
+
+    sources: Container[str]
+
+    async def make(self, complete: Callable[..., Awaitable[Any]], prompt: Prompt, seeds: Sequence[int], work: Work
+                   ) -> tuple[Group | None, Any]:
+        """The scored group and a report on its scoring; `complete` as `Issuer.complete`."""
+        ...
+
+    async def close(self) -> None:
+        """Free what it holds."""
+        ...
 
 
 class Prompts(Protocol):
@@ -75,7 +87,7 @@ class Generator:
         score: fills in the rewards of a group's samples (`RewardPool.score_group`); begun as soon as the group is back,
             while others are generated. None leaves them unscored.
         keep: with dynamic sampling, whether a scored group is trained on (called in the generator's thread).
-        makers: name of a data source -> what makes its groups, scored, in place of one request for each.
+        environments: make the groups of their data sources, scored, in place of one request for each.
     """
 
     def __init__(self, config: Config, prompts: Prompts, fleet: Fleet, store: Store, draws: Draws, *,
@@ -83,10 +95,10 @@ class Generator:
                  decode: Callable[[Sequence[int]], str],
                  score: Callable[[list[Sample]], Awaitable[Any]] | None = None,
                  keep: Callable[[Group], bool] | None = None,
-                 makers: Mapping[str, GroupMaker] | None = None) -> None:
+                 environments: Environments | None = None) -> None:
         self._config, self._prompts, self._draws = config, prompts, draws
         self._leader_index, self._leaders = leader_index, leaders
-        self._score, self._keep, self._makers = score, keep, makers or {}
+        self._score, self._keep, self._environments = score, keep, environments
         self._tickets, self._drawn = Tickets(store), None
         self._turn = asyncio.Lock()
         self._kept: dict[int, Group] = {}
@@ -153,8 +165,7 @@ class Generator:
             seeds = [sample_seed(self._config.run.seed, prompt.position, n) for n in range(sampling.n)]
             work = Work(sampling, Expected(version, or_newer=rollout.max_lag > 0), self._since.counts,
                         resumes=rollout.on_update == "abort", routing=routing)
-            make = self._makers.get(prompt.source, self._issuer.group)
-            scoring.create_task(self._resolve(number, await make(prompt, seeds, work)))
+            scoring.create_task(self._resolve(number, await self._group(prompt, seeds, work, lambda: self._since)))
 
     async def _next_number(self) -> int:
         """The next number that may be issued; waits until there is one. Only one at a time is held here."""
@@ -169,7 +180,7 @@ class Generator:
             return number
 
     async def _resolve(self, number: int, group: Group | None) -> None:
-        if group is not None and group.prompt.source not in self._makers:
+        if group is not None:
             await self._score_group(group, lambda: self._since)
         kept = group is not None and (self._keep is None or self._keep(group))
         if kept:
@@ -206,7 +217,7 @@ class Generator:
         async def work_off(scoring: asyncio.TaskGroup) -> None:
             for index in mine:
                 seeds = [sample_seed(seed, index, n) for n in range(params.n)]
-                group = await self._issuer.group(prompts[index], seeds, work)
+                group = await self._group(prompts[index], seeds, work, lambda: result)
                 if group is not None:
                     answered[index] = group
                     scoring.create_task(self._score_group(group, lambda: result))
@@ -215,18 +226,27 @@ class Generator:
         result.groups = [answered[index] for index in sorted(answered)]
         return result
 
-    async def _score_group(self, group: Group, result: Collected) -> None:
-        if self._score is not None:
-            result.reports.append(await self._score(group.samples))
+    async def _group(self, prompt: Prompt, seeds: Sequence[int], work: Work, into: Callable[[], Collected]
+                     ) -> Group | None:
+        if not self._several_turns(prompt):
+            return await self._issuer.group(prompt, seeds, work)
+        group, report = await self._environments.make(self._issuer.complete, prompt, seeds, work)
+        into().reports.append(report)
+        return group
+
+    def _several_turns(self, prompt: Prompt) -> bool:
+        return self._environments is not None and prompt.source in self._environments.sources
 
     async def _score_group(self, group: Group, into: Callable[[], Collected]) -> None:
-        if self._score is not None:
+        if self._score is not None and not self._several_turns(group.prompt):
             report = await self._score(group.samples)
             into().reports.append(report)
 
     def close(self) -> None:
         """Abort what is under way, close connections, end the thread."""
         async def end() -> None:
+            if self._environments is not None:
+                await self._environments.close()
             await self._issuer.close()
             await self._session.close()
 

@@ -17,9 +17,9 @@ from megarl.data.batch import PackedBatch, build_batch
 from megarl.data.buffer import Taken
 from megarl.data.exchange import exchange
 from megarl.data.packing import PackingPlan
+from megarl.data.prompts import source_of
 from megarl.data.routing import ReplayShare
 from megarl.data.table import SampleTable, cut_minibatches, plan_minibatch
-from megarl.data.prompts import source_of
 from megarl.objective.advantages import episode_values, group_advantages, overlong_punishment, token_weights
 from megarl.objective.kl import kl_estimate
 from megarl.objective.recipes import Objective

@@ -46,7 +46,7 @@ def test_a_tool_call_and_its_answer_are_appended(family: str) -> None:
     said = chat.read(ids(family, CALLS[family] + END_OF_CALL[family]), TOOLS, key=7)
     assert [(call.name, call.arguments) for call in said.parsed.calls] == [("add", {"a": 1, "b": 2})]
     assert len(said.parsed.calls[0].id) == 9 and said.text == CALLS[family]
-    after, kept = chat.extend(prompt, USER, said, [tool_message(said)], TOOLS)
+    after, kept = chat.extend(prompt, said, [tool_message(said)], TOOLS)
     expected = AFTER_CALL[family].replace("ID", said.parsed.calls[0].id)
     assert kept
     assert after.ids.tolist() == [*prompt.ids, *said.ids, *ids(family, expected)]
@@ -61,7 +61,7 @@ def test_a_reply_that_was_cut_gets_the_end_of_its_turn(family: str) -> None:
         or "it is"
     said = chat.read(ids(family, body))
     follow = [{"role": "user", "content": "go on"}]
-    after, kept = chat.extend(prompt, USER, said, follow)
+    after, kept = chat.extend(prompt, said, follow)
     if family == "qwen3":  # its thoughts go when the user speaks
         assert not kept and "hm" not in after.text
         return
@@ -77,7 +77,7 @@ def test_another_end_than_the_templates_is_kept() -> None:
     prompt = chat.open(USER)
     said = chat.read(ids("qwen2.5", "three<|endoftext|>"))
     assert said.text == "three"
-    after, kept = chat.extend(prompt, USER, said, [{"role": "user", "content": "ok"}])
+    after, kept = chat.extend(prompt, said, [{"role": "user", "content": "ok"}])
     assert kept and after.ids.tolist() == [*prompt.ids, *said.ids, *ids(
         "qwen2.5", "<|im_end|>\n<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n")]
 
@@ -89,7 +89,7 @@ def test_sampled_ids_are_kept_where_the_tokenizer_would_choose_others() -> None:
     chat = chat_of("qwen2.5")
     prompt = chat.open(USER)
     said = chat.read(np.array([*letters, *ids("qwen2.5", "<|im_end|>")], np.int32))
-    after, kept = chat.extend(prompt, USER, said, [{"role": "user", "content": "ok"}])
+    after, kept = chat.extend(prompt, said, [{"role": "user", "content": "ok"}])
     assert kept and after.ids[len(prompt.ids):][:len(letters)].tolist() == letters
     assert said.text == "function"
 
@@ -102,7 +102,7 @@ def test_bytes_that_are_no_text_are_kept() -> None:
     chat = chat_of("qwen2.5")
     prompt = chat.open(USER)
     said = chat.read(np.append(half, ids("qwen2.5", "<|im_end|>")))
-    after, kept = chat.extend(prompt, USER, said, [{"role": "user", "content": "ok"}])
+    after, kept = chat.extend(prompt, said, [{"role": "user", "content": "ok"}])
     assert kept and after.ids[len(prompt.ids)] == half[0]
 
 
@@ -110,11 +110,10 @@ def test_thoughts_stay_between_tool_calls_and_split_at_the_user() -> None:
     chat = chat_of("qwen3")
     prompt = chat.open(USER, TOOLS)
     said = chat.read(ids("qwen3", CALLS["qwen3"] + "<|im_end|>"), TOOLS)
-    after, kept = chat.extend(prompt, USER, said, [tool_message(said)], TOOLS)
+    after, kept = chat.extend(prompt, said, [tool_message(said)], TOOLS)
     assert kept
-    messages = [*USER, said.message, tool_message(said)]
     second = chat.read(ids("qwen3", "<think>\nthree it is\n</think>\n\nIt is 3.<|im_end|>"), TOOLS)
-    fresh, kept = chat.extend(after, messages, second, [{"role": "user", "content": "thanks"}], TOOLS)
+    fresh, kept = chat.extend(after, second, [{"role": "user", "content": "thanks"}], TOOLS)
     assert not kept and "hm hm" not in fresh.text and "three it is" not in fresh.text and "It is 3." in fresh.text
     assert fresh.ids.tolist() == ids("qwen3", fresh.text).tolist()
 
@@ -125,7 +124,7 @@ def test_qwen3_without_thinking_splits_at_tool_calls() -> None:
     prompt = chat.open(USER, TOOLS)
     assert prompt.text.endswith("<think>\n\n</think>\n\n")
     said = chat.read(ids("qwen3", CALLS["qwen2.5"] + "<|im_end|>"), TOOLS)
-    _, kept = chat.extend(prompt, USER, said, [tool_message(said)], TOOLS)
+    _, kept = chat.extend(prompt, said, [tool_message(said)], TOOLS)
     assert not kept
 
 
@@ -134,10 +133,10 @@ def test_a_template_that_drops_thoughts_at_once_splits() -> None:
     chat = chat_of("deepseek", strip_thoughts=True)
     prompt = chat.open(USER)
     said = chat.read(ids("deepseek", "<think>hm</think>3<｜end▁of▁sentence｜>"))
-    fresh, kept = chat.extend(prompt, USER, said, [{"role": "user", "content": "ok"}])
+    fresh, kept = chat.extend(prompt, said, [{"role": "user", "content": "ok"}])
     assert not kept and "hm" not in fresh.text
     plain = chat.read(ids("deepseek", "3<｜end▁of▁sentence｜>"))
-    assert chat.extend(prompt, USER, plain, [{"role": "user", "content": "ok"}])[1]
+    assert chat.extend(prompt, plain, [{"role": "user", "content": "ok"}])[1]
 
 
 def test_an_unreadable_call_stays_as_it_is() -> None:
@@ -145,7 +144,7 @@ def test_an_unreadable_call_stays_as_it_is() -> None:
     prompt = chat.open(USER, TOOLS)
     said = chat.read(ids("qwen2.5", '<tool_call>{"name": "add"<|im_end|>'), TOOLS)
     assert said.parsed.errors and said.message["content"] == '<tool_call>{"name": "add"'
-    after, kept = chat.extend(prompt, USER, said, [{"role": "user", "content": "no JSON"}], TOOLS)
+    after, kept = chat.extend(prompt, said, [{"role": "user", "content": "no JSON"}], TOOLS)
     assert kept and after.text.count('<tool_call>{"name": "add"<|im_end|>') == 1
 
 
@@ -156,7 +155,7 @@ def test_several_new_messages_at_once() -> None:
     said = chat.read(ids("qwen2.5", two), TOOLS)
     answers = [{"role": "tool", "content": text, "tool_call_id": call.id}
                for text, call in zip("37", said.parsed.calls, strict=True)]
-    after, kept = chat.extend(prompt, USER, said, [*answers, {"role": "user", "content": "so?"}], TOOLS)
+    after, kept = chat.extend(prompt, said, [*answers, {"role": "user", "content": "so?"}], TOOLS)
     assert kept and after.ids.tolist() == [*prompt.ids, *said.ids, *ids(
         "qwen2.5", "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response>"
         "<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n")]

@@ -42,10 +42,12 @@ class Rendered:
     """A prompt: the template's text up to where the assistant begins to speak, and its tokens.
 
     Attributes:
+        messages: what it was rendered from; replies in the form in which the template took them.
         text: as the template writes it now.
         ids: int32 [tokens]; where replies lie in it, as they were sampled.
     """
 
+    messages: tuple[Message, ...]
     text: str
     ids: np.ndarray
 
@@ -108,7 +110,7 @@ class Chat:
             Refused: by the template.
         """
         text = self._render(messages, tools)
-        return Rendered(text, self._ids(text))
+        return Rendered(tuple(messages), text, self._ids(text))
 
     def read(self, ids: np.ndarray, tools: Sequence[Message] = (), key: int = 0) -> Said:
         """A reply from the ids that were sampled; calls are looked for only if there are tools.
@@ -124,13 +126,12 @@ class Chat:
                       for number, call in enumerate(parsed.calls))
         return Said(ids, text, replace(parsed, calls=calls))
 
-    def extend(self, prompt: Rendered, messages: Sequence[Message], said: Said, new: Sequence[Message],
-               tools: Sequence[Message] = ()) -> tuple[Rendered, bool]:
+    def extend(self, prompt: Rendered, said: Said, new: Sequence[Message], tools: Sequence[Message] = ()
+               ) -> tuple[Rendered, bool]:
         """The prompt after `said` was answered to `prompt` and `new` messages came.
 
         Args:
-            prompt: of `messages`.
-            messages: the conversation before the reply.
+            prompt: the conversation before the reply.
             said: the reply.
             new: what came after it, at least one message.
             tools: as when the prompt was rendered.
@@ -143,9 +144,10 @@ class Chat:
         fresh, refused = None, None
         for message in self._forms(said):
             try:
-                before = self._render([*messages, message], tools, opening=False)
-                after = self._render([*messages, message, *new], tools)
-                end = self._end(messages, tools)
+                before = self._render([*prompt.messages, message], tools, opening=False)
+                messages = (*prompt.messages, message, *new)
+                after = self._render(messages, tools)
+                end = self._end(prompt.messages, tools)
             except Refused as error:  # this form of the reply; the other one may pass
                 refused = error
                 continue
@@ -153,11 +155,12 @@ class Chat:
                 added = self._ids(end + after[len(before):])
                 if len(said.ids) and len(added) and added[0] == said.ids[-1] and int(added[0]) in self._stop_ids:
                     added = added[1:]
-                return Rendered(after, np.concatenate((prompt.ids, said.ids, added))), True
-            fresh = fresh or after
+                return Rendered(messages, after, np.concatenate((prompt.ids, said.ids, added))), True
+            fresh = fresh or (messages, after)
         if fresh is None:
             raise refused
-        return Rendered(fresh, self._ids(fresh)), False
+        messages, text = fresh
+        return Rendered(messages, text, self._ids(text)), False
 
     def _forms(self, said: Said) -> list[Message]:
         """Messages that may stand for the reply: with its calls as data, as templates of tool models want it, or as
@@ -202,7 +205,9 @@ class Chat:
 
 
 def _for_template(message: Message) -> Message:
-    """Arguments of calls as objects, which is what templates expect; OpenAI's protocol has them as JSON text."""
+    """As templates expect a message: content as text, and the arguments of calls as objects, where OpenAI's protocol
+    has null and JSON text."""
+    message = {**message, "content": message.get("content") or ""}
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -132,13 +132,12 @@ class _Node:
 
     Attributes:
         heard: its messages, the reply included, reduced to what they say.
-        messages, prompt, said, tools: what was asked and answered.
+        prompt, said, tools: what was asked and answered.
         piece: whose end the reply is, as long as `free`.
         free: no call has gone on from here.
     """
 
     heard: list[str]
-    messages: list[Message]
     prompt: Rendered
     said: Said
     tools: list[Message]
@@ -164,18 +163,19 @@ class Episode:
             done once there is one.
         cached_tokens: prompt tokens that engines did not compute again, over all calls.
         prompt_tokens: of all calls.
+        tool_calls, tool_errors: that could be read in the replies, and could not.
     """
 
     def __init__(self, chat: Chat, complete: Complete, limits: Limits, seed: int, name: str) -> None:
         self._chat, self._complete, self._limits = chat, complete, limits
-        self._seed, self._name, self._calls = seed, name, 0
+        self._seed, self.name, self._calls = seed, name, 0
         self._nodes: list[_Node] = []
         self.pieces: list[Piece] = []
         self.turns: list[Turn] = []
         self.cut = self.ended = False
         self.fault: MegarlError | None = None
         self.faulted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.prompt_tokens = self.cached_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.tool_calls = self.tool_errors = 0
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, max_tokens: int | None = None,
                   stop: Sequence[str] = ()) -> Reply:
@@ -208,7 +208,7 @@ class Episode:
             raise NoRoom(f"a conversation of {len(prompt.ids)} tokens leaves no room for a reply")
         self._calls += 1
         ask = Ask(prompt.ids, sample_seed(self._seed, self._calls - 1, 0), room, tuple(stop),
-                  f"{self._name}/{self._calls - 1}")
+                  f"{self.name}/{self._calls - 1}")
         if goes_on:
             node.free = False
         try:
@@ -242,7 +242,7 @@ class Episode:
         if not known:
             return None, self._chat.open(messages, tools), False
         node = max(known, key=lambda one: (len(one.heard), one.free))
-        prompt, kept = self._chat.extend(node.prompt, node.messages, node.said, messages[len(node.heard):], tools)
+        prompt, kept = self._chat.extend(node.prompt, node.said, messages[len(node.heard):], tools)
         return node, prompt, kept and node.free
 
     def _record(self, messages: list[Message], tools: list[Message], prompt: Rendered, completion: Completion,
@@ -258,7 +258,9 @@ class Episode:
         self.turns.append(turn)
         said = self._chat.read(completion.response_ids, tools, key=sample_seed(self._seed, self._calls, 1))
         heard = [_heard(message) for message in (*messages, said.message)]
-        self._nodes.append(_Node(heard, messages, prompt, said, tools, number))
+        self._nodes.append(_Node(heard, prompt, said, tools, number))
+        self.tool_calls += len(said.parsed.calls)
+        self.tool_errors += len(said.parsed.errors)
         action = Action(said.text, said.parsed.content, said.parsed.calls, said.parsed.errors, completion.finish,
                         len(completion.response_ids))
         return Reply(said.message, action, completion, len(prompt.ids), turn)
