@@ -36,12 +36,14 @@ class Progress:
         position: where the data goes on.
         unfinished: positions before `position` that were drawn and not trained on yet; they are drawn again first.
         costs: of the pipeline's operations, as measured; {} where they are not.
+        collapse: what the alarm for the experts' loads has counted and done.
     """
 
     step: int = 0
     position: int = 0
     unfinished: tuple[int, ...] = ()
     costs: dict[str, float] = field(default_factory=dict)
+    collapse: dict[str, float] = field(default_factory=dict)
 
 
 class Checkpoints:

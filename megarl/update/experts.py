@@ -115,16 +115,13 @@ def statistics(chunks: Sequence[PolicyChunk], counted: Sequence[Load], groups: G
     if not counted:
         return {}
     losses = torch.zeros(2, dtype=torch.float64, device=device.current())
-    table = torch.zeros(4, chunks[0].hf.layers, dtype=torch.float64, device=device.current())
-    for chunk, load in zip(chunks, counted, strict=True):
+    for chunk in chunks:
         losses += torch.stack((chunk.routers.balance, chunk.routers.z))
-        if groups.tp == groups.cp == groups.dp == 0:
-            rows = load.fractions.max(-1).values * load.counts.size(-1), load.entropy, load.compared, load.differing
-            table[:, list(chunk.routers.layers)] = torch.stack(rows) / groups.layout.mirrors
     dist.all_reduce(losses)
-    dist.all_reduce(table)
     layers = chunks[0].hf.moe_layers
-    busiest, entropy, compared, differing = table[:, list(layers)].tolist()
+    busiest, entropy, compared, differing = _by_layer(chunks, [torch.stack((
+        load.fractions.max(-1).values * load.counts.size(-1), load.entropy, load.compared, load.differing))
+        for load in counted], groups).tolist()
     values = {"moe/balance_loss": float(losses[0]), "moe/z_loss": float(losses[1]), "moe/load_max": max(busiest),
               "moe/load_entropy": min(entropy)}
     for layer, most, even, tokens, others in zip(layers, busiest, entropy, compared, differing, strict=True):
@@ -134,3 +131,20 @@ def statistics(chunks: Sequence[PolicyChunk], counted: Sequence[Load], groups: G
     if sum(compared):
         values["moe/routing_disagreement"] = sum(differing) / sum(compared)
     return values
+
+
+def entropies(chunks: Sequence[PolicyChunk], counted: Sequence[Load], groups: Groups) -> dict[int, float]:
+    """Normalised load entropy by number of the model's layer, the same on every trainer."""
+    found = _by_layer(chunks, [load.entropy[None] for load in counted], groups)
+    return dict(zip(chunks[0].hf.moe_layers, found[0].tolist(), strict=True))
+
+
+def _by_layer(chunks: Sequence[PolicyChunk], values: Sequence[torch.Tensor], groups: Groups) -> torch.Tensor:
+    """Values [rows, layers here] of each chunk -> float64 [rows, MoE layers of the model], on every trainer."""
+    hf = chunks[0].hf
+    table = torch.zeros(len(values[0]), hf.layers, dtype=torch.float64, device=device.current())
+    if groups.tp == groups.cp == groups.dp == 0:
+        for chunk, one in zip(chunks, values, strict=True):
+            table[:, list(chunk.routers.layers)] = one / groups.layout.mirrors
+    dist.all_reduce(table)
+    return table[:, list(hf.moe_layers)]

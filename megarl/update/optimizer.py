@@ -44,6 +44,7 @@ class Optimizer:
         ddp_chunks: from `wrap`, by ascending stage.
         optim, dtype: of the run.
         ends_together: the first and the last stage are on the same rank (placements v and mirrored).
+        router_lr: factor of the rate of MoE routers; see `set_router_lr`.
 
     Attributes:
         updates: optimizer steps done.
@@ -51,8 +52,9 @@ class Optimizer:
     """
 
     def __init__(self, ddp_chunks: list[torch.nn.Module], optim: OptimConfig, dtype: torch.dtype,
-                 ends_together: bool = False) -> None:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+                 ends_together: bool = False, router_lr: float = 1.0) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+        from megatron.core.optimizer.optimizer_config import ParamKey
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self.chunks, self._ends_together = ddp_chunks, ends_together
@@ -61,7 +63,11 @@ class Optimizer:
             optimizer="adam", lr=optim.lr, min_lr=0.0, weight_decay=optim.weight_decay, adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip or math.inf, params_dtype=dtype,
             bf16=dtype == torch.bfloat16, use_distributed_optimizer=optim.distributed)
-        self.inner = get_megatron_optimizer(settings, ddp_chunks, use_gloo_process_groups=False)
+        # Megatron-core tells saved groups apart by this mark, whatever their rates; nothing else of it is used here
+        routers = {ParamKey(name="*.router.weight"): {"is_decoupled_lr": True, "max_lr": optim.lr * router_lr}}
+        self.inner = get_megatron_optimizer(settings, ddp_chunks, get_standard_config_overrides(settings) | routers,
+                                            use_gloo_process_groups=False)
+        self._router_lr = router_lr
         # its num_steps counts updates; the style is constant, so the decay horizon is never reached
         self.schedule = OptimizerParamScheduler(
             self.inner, init_lr=0.0, max_lr=optim.lr, min_lr=0.0, lr_warmup_steps=optim.warmup_steps,
@@ -76,7 +82,19 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """The rate of the last update (of the first one, before it)."""
-        return float(self.inner.param_groups[0]["lr"]) if self.inner.param_groups else 0.0
+        rates = [group["lr"] for group in self.inner.param_groups if not group["is_decoupled_lr"]]
+        return float(rates[0]) if rates else 0.0
+
+    def set_router_lr(self, factor: float) -> None:
+        """Have the MoE routers learn at `factor` times the rate from now on.
+
+        At 0 they are frozen: neither moments nor weight decay move them, and the gradient norm leaves them out.
+        """
+        self._router_lr = factor
+        for group in self.inner.param_groups:
+            if group["is_decoupled_lr"]:
+                group["max_lr"] = self._settings["max_lr"] * factor
+        self.schedule.step(0)
 
     def resume_at(self, updates: int) -> None:
         """Continue after so many updates with this run's settings, once the state has been loaded.
@@ -86,7 +104,7 @@ class Optimizer:
         for group in self.inner.param_groups:
             group.update(self._settings)
         self.schedule.num_steps = updates
-        self.schedule.step(0)
+        self.set_router_lr(self._router_lr)
 
     def zero_grad(self) -> None:
         """Forget gradients; before the first micro-batch of an update."""
@@ -105,6 +123,11 @@ class Optimizer:
         finalize_model_grads(self.chunks, pg_collection=groups)
         if self._ends_together:
             self._tie_gradients()
+        if not self._router_lr:
+            for chunk in self.chunks:
+                for name, parameter in chunk.named_parameters():
+                    if name.endswith(".router.weight"):
+                        parameter.main_grad.zero_()
 
     @torch.no_grad()
     def _tie_gradients(self) -> None:

@@ -18,6 +18,7 @@ from megarl.objective.recipes import Objective
 from megarl.pipeline.execute import Executor
 from megarl.pipeline.trace import Span
 from megarl.update import across, experts, optimizer
+from megarl.update.collapse import CollapseAlarm
 from megarl.update.experience import Minibatch
 from megarl.update.pace import Pace
 
@@ -34,6 +35,8 @@ class Policy:
         optimizer: with the DDP-wrapped chunks.
         pace: arranges the micro-batches of each optimizer step.
         replay: what this rank needs of the engines' routing; None where it is not replayed.
+        collapse: the alarm for the experts' loads.
+        news: what it has to say; whoever tells it takes it away.
     """
 
     def __init__(self, config: Config, hf: HFConfig, groups: Groups, objective: Objective) -> None:
@@ -47,7 +50,8 @@ class Policy:
         load_hf(self.chunks, config.model.path, hf)
         self._reference = HostWeights(self.chunks) if objective.needs_reference else None
         self.optimizer = optimizer.Optimizer(optimizer.wrap(self.chunks, config.optim.distributed), config.optim, dtype,
-                                             ends_together=layout.placement != "looped")
+                                             layout.placement != "looped", config.moe.router_lr)
+        self.collapse, self.news = CollapseAlarm(config.moe.collapse), []
         members = groups.pipeline_ranks if layout.pipeline > 1 else ()
         self._executor = Executor(self.optimizer.chunks, layout, hf.hidden, dtype, members, config.cluster.timeout_s,
                                   self.chunks[0].implementation)
@@ -84,13 +88,33 @@ class Policy:
 
         Raises:
             MachineFault: the gradient norm is not finite.
+            UserMistake: a layer's load has collapsed and moe.collapse.action is stop.
         """
         if not minibatch.trained_tokens:
             self._executor.spans = []
             return {"optim/skipped": 1.0}
+        self._watch_collapse(minibatch)
         self.gradients(minibatch, timed or self.pace.is_timing)
         self.pace.learn(self.spans, minibatch.schedule, minibatch.plan)
         return self.step(minibatch)
+
+    def resume_collapse(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint's `collapse.state()`."""
+        self.collapse.resume(state)
+        self._act_on_collapse()
+
+    def _watch_collapse(self, minibatch: Minibatch) -> None:
+        if minibatch.loads and self.config.moe.collapse.entropy:
+            if found := self.collapse.judge(experts.entropies(self.chunks, minibatch.loads, self.groups)):
+                self.news.append(f"moe.collapse: {found}")
+            self._act_on_collapse()
+
+    def _act_on_collapse(self) -> None:
+        for chunk in self.chunks:
+            if chunk.routers is not None:
+                chunk.routers.coefficient = self.config.model.balance.coefficient * self.collapse.factor
+        if self.collapse.frozen:
+            self.optimizer.set_router_lr(0.0)
 
     def gradients(self, minibatch: Minibatch, timed: bool = False) -> None:
         """Forward and backward of all micro-batches, gradients reduced; statistics stay with `minibatch`."""
