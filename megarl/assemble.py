@@ -105,6 +105,7 @@ class Trainer:
         course: of the sampling.
         buffer: where experiences come from.
         report: metrics and console (written by trainer 0).
+        fleet: the engines; on trainer 0.
     """
 
     config: Config
@@ -122,6 +123,7 @@ class Trainer:
     report: Reporter
     progress: Progress
     pad_token: int
+    fleet: Fleet | None
     version: str = ""
 
     def experience(self, taken: Taken) -> Experience:
@@ -149,6 +151,8 @@ class Trainer:
         step = self.progress.step + 1
         traced = step in self.config.observe.trace_steps
         stats = self.policy.update(minibatch, timed=traced)
+        while self.policy.news:
+            self.report.say(f"warning: {self.policy.news.pop(0)}")
         if traced and self.policy.spans:
             speaks = self.groups.tp == self.groups.cp == self.groups.dp == 0
             spans: list[list[Span]] = [[]] * dist.get_world_size()
@@ -167,7 +171,8 @@ class Trainer:
             self.meet()
         sent = self.publisher.publish(self.version)
         self.course.open(self.progress.step, self.version)
-        self.report.add({"sync/megabytes": sent.bytes / 1e6, "sync/engines": len(sent.engines)})
+        self.report.add({"sync/megabytes": sent.bytes / 1e6, "sync/engines": len(sent.engines)}
+                        | (self.fleet.metrics() if self.fleet else {}))
 
     def evaluate(self) -> None:
         """Sample and score the held-out sets."""
@@ -195,7 +200,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the progress."""
-        self.checkpoints.save(replace(self.progress, costs=self.policy.pace.state()))
+        self.checkpoints.save(replace(self.progress, costs=self.policy.pace.state(),
+                                      collapse=self.policy.collapse.state()))
 
     def finish(self) -> None:
         """The last checkpoint, the reward curve and the Hugging Face export."""
@@ -236,6 +242,7 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             _make_directory(run_dir / "traces")
         progress = checkpoints.load(newest) if newest else Progress()
         policy.pace.resume(progress.costs)
+        policy.resume_collapse(progress.collapse)
         report = stack.enter_context(Reporter(config, run_dir, groups, progress.step + 1 if newest else 0))
         report.say(banner({"layout": f"{layout.describe()} + {partition.rollouts} rollout", "objective":
                            objective.describe(), "model": f"{hf.family} {config.model.path}",
@@ -269,7 +276,7 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
         buffer = ExperienceBuffer(sampling.generator.take if sampling else None, course.decide, groups,
                                   _term_names(config), config.rollout.max_lag, count_names(config), metrics)
         yield Trainer(config, run_dir, control, groups, objective, policy, meet, course, checkpoints, publisher, buffer,
-                      sampling, report, progress, tokenizer.pad_token_id or 0)
+                      sampling, report, progress, tokenizer.pad_token_id or 0, fleet)
         dist.barrier()
     dist.destroy_process_group()  # not after a failure: peers may be gone, and waiting for them would hide it
 

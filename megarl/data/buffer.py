@@ -23,6 +23,8 @@ from megarl.data.table import SampleTable
 from megarl.errors import MachineFault, UserMistake
 
 _COUNTS = ("response_tokens", "prompt_tokens", "cached_tokens", "samples", "truncated", "retries", "resumed")
+_FAILED = tuple(f"failed/{reason}" for reason in (  # of requests, `EngineError.reason`
+    "lost", "timeout", "failed", "busy", "bad_answer", "wrong_version", "aborted", "error"))
 
 
 class Report(Protocol):
@@ -135,7 +137,7 @@ class ExperienceBuffer:
         """Metrics of all samples of the step, filtered groups included; collective over the leaders."""
         samples = [s for group in (*collected.groups, *collected.filtered) for s in group.samples if s.part == 0]
         rewards = [s.reward for s in samples if s.reward is not None]
-        sums = {name: float(collected.counts.get(name, 0)) for name in (*_COUNTS, *self._counters)}
+        sums = {name: float(collected.counts.get(name, 0)) for name in (*_COUNTS, *_FAILED, *self._counters)}
         sums["failed"] = float(sum(report.failed for report in collected.reports))
         sums |= {"scored": float(len(rewards)), "reward": math.fsum(rewards),
                  "squares": math.fsum(r * r for r in rewards), "filtered": float(len(collected.filtered))}
@@ -152,6 +154,7 @@ class ExperienceBuffer:
             "rollout/prompt_tokens": total["prompt_tokens"] / count,
             "rollout/truncated": total["truncated"] / count, "rollout/retries": total["retries"],
             "rollout/resumed": total["resumed"], "rollout/filtered_groups": total["filtered"]}
+        metrics |= {f"rollout/{name}": total[name] for name in _FAILED if total[name]}
         if len(self._terms) > 1:
             metrics |= {f"reward/{term}": total[f"term {term}"] / max(total[f"count {term}"], 1)
                         for term in self._terms}

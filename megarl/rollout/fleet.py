@@ -143,6 +143,16 @@ class Fleet:
         synced = {tuple(key) for key in json.loads(text)["engines"]} if text else set()
         return [record for record in engines if record.key in synced]
 
+    def metrics(self) -> dict[str, float]:
+        """For the run's metrics: engines that are up, starts after the first (also of processes that were found behind
+        the address of an engine of others), and the sequences that all of them run and have waiting."""
+        up = self.engines(max_age_s=1.0)
+        loads = [record.load for record in up if record.load is not None]
+        return {"fleet/engines": float(len(up)),
+                "fleet/restarts": float(sum(max(record.incarnation - 1, 0) for record in self._records)),
+                "fleet/running": float(sum(load.running for load in loads)),
+                "fleet/waiting": float(sum(load.waiting for load in loads))}
+
     def mark_synced(self, version: str, engines: Iterable[EngineRecord]) -> None:
         """Say that these engines hold the weights `version`, and no others; called by one trainer after a publish."""
         self._store.set("synced", json.dumps({"version": version, "engines": [record.key for record in engines]}))

@@ -66,7 +66,12 @@ def server_command(config: Config, common: list[str], gpu: int, version: str, pa
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """Write a file for SGLang's `--config` that only this user can read: a command line is seen by everybody."""
+    """Write a file for SGLang's `--config`: everybody sees a command line, this user alone can read the file.
+
+    Args:
+        path: must end in .yaml.
+        keys: at least one for sampling.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -212,7 +212,7 @@ class _Supervisor:
 
     def _keys_file(self, name: str) -> Path:
         """There from the start of the engine until it is up."""
-        return self._logs.absolute() / f"engine-{name}.keys"
+        return self._logs.absolute() / f"engine-{name}.keys.yaml"
 
     async def _unless_ended(self, record: EngineRecord, work: Awaitable[T]) -> T:
         """The work's result; raises instead once the trainers condemned this incarnation, or a part of it is gone."""

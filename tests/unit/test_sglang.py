@@ -146,7 +146,7 @@ def test_engines_of_others_need_no_sglang_here(folder):
 
 
 def test_keys_stand_in_a_file_of_this_user_alone(folder, tmp_path):
-    path = tmp_path / "logs" / "engine-0.0.keys"
+    path = tmp_path / "logs" / "engine-0.0.keys.yaml"
     write_keys(path, Keys("sesame", "open"))
     write_keys(path, Keys("sesame2", "open2"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
