@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megarl.config import engines, environments, files, keys, options, sglang
+from megarl.config import debug, engines, environments, files, keys, options, sglang
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import Origin, read
 from megarl.config.schema import Config

@@ -35,13 +35,14 @@ class Recorded:
     Attributes:
         samples: scored.
         version: of the weights when the step was taken.
-        next_position: where the data goes on.
+        position, unfinished: where the data goes on, and what was drawn before and not trained on (see `Taken`).
         metrics: of sampling and rewards, over all leaders.
     """
 
     samples: SampleBatch
     version: str
-    next_position: int
+    position: int
+    unfinished: tuple[int, ...]
     metrics: dict[str, float]
 
 
@@ -55,8 +56,8 @@ def write_part(folder: Path | str, step: int, part: int, parts: int, recorded: R
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {one.name: getattr(recorded.samples, one.name) for one in fields(SampleBatch)}
-    header = {"format": FORMAT, "step": step, "version": recorded.version, "next_position": recorded.next_position,
-              "metrics": recorded.metrics}
+    header = {"format": FORMAT, "step": step, "version": recorded.version, "position": recorded.position,
+              "unfinished": recorded.unfinished, "metrics": recorded.metrics}
     target = folder / f"step_{step:04d}.part{part}of{parts}.safetensors"
     partial = target.with_suffix(".partial")
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}, partial,
@@ -159,6 +160,7 @@ def _read(path: Path) -> Recorded:
         raise UserMistake(f"format {header.get('format')} with {sorted(set(arrays) - known) or 'known arrays'}; this "
                           f"version reads format {FORMAT}", str(path), "read it with the version that wrote it")
     try:
-        return Recorded(SampleBatch(**arrays), header["version"], header["next_position"], header["metrics"])
+        return Recorded(SampleBatch(**arrays), header["version"], header["position"], tuple(header["unfinished"]),
+                        header["metrics"])
     except (TypeError, KeyError, ValueError) as error:
         raise UserMistake(f"the file is damaged: {error!r}", str(path), "copy it again") from None

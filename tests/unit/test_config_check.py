@@ -99,6 +99,15 @@ def test_the_good_config_is_good(folder: Path) -> None:
     ({"objective.correction": {"low": 0.5}},
      "objective.correction.low: 0.5 would not be used: truncation cuts at high only; leave it at 0, or set "
      "objective.correction.kind: masked"),
+    ({"objective.proximal": "behaviour"},
+     "objective.correction.kind: truncated would weigh twice: the ratio to the engine's log-probs holds old / engine "
+     "already; set none (reject may stay), or objective.proximal: old"),
+    ({"debug.replay_experience": "F/model"},
+     "cluster.rollouts: 1 ranks for engines, but replayed experiences (debug.replay_experience) need none; use 0"),
+    ({"debug.replay_experience": "F/none", "cluster.rollouts": 0},
+     "debug.replay_experience: F/none is not a directory; name the directory that debug.dump_experience had"),
+    ({"debug.replay_experience": "F/model", "cluster.rollouts": 0, "debug.rollout_only": True},
+     "debug.rollout_only: nothing is sampled where experiences are replayed; remove it, or debug.replay_experience"),
     ({"reward.on_error": "value"},
      "reward.error_value: on_error is value, but no value is given; give a number, or set reward.on_error: drop"),
     ({"reward.error_value": 0.0},

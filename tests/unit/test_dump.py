@@ -37,12 +37,12 @@ def equal(one: SampleBatch, other: SampleBatch) -> bool:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_what_is_read_is_what_was_written(tmp_path: Path, experts: bool):
-    written = Recorded(batch(7, 0, experts), "try1:4", 2**50, METRICS)
+    written = Recorded(batch(7, 0, experts), "try1:4", 2**50, (3, 5), METRICS)
     path = write_part(tmp_path, 5, 0, 1, written)
     assert path.name == "step_0005.part0of1.safetensors" and list(tmp_path.iterdir()) == [path]
     (got,) = read_parts(tmp_path, 5, 0, 1)
     assert equal(got.samples, written.samples)
-    assert (got.version, got.next_position, got.metrics) == ("try1:4", 2**50, METRICS)
+    assert (got.version, got.position, got.unfinished, got.metrics) == ("try1:4", 2**50, (3, 5), METRICS)
 
 
 def test_every_array_of_a_sample_batch_is_covered():
@@ -54,7 +54,7 @@ def test_every_array_of_a_sample_batch_is_covered():
 def test_any_number_of_leaders_reads_what_three_have_written(tmp_path: Path, leaders: int):
     parts = [batch(n, n) for n in (3, 0, 4)]
     for number, samples in enumerate(parts):
-        write_part(tmp_path, 1, number, 3, Recorded(samples, "a:0", 9, METRICS))
+        write_part(tmp_path, 1, number, 3, Recorded(samples, "a:0", 9, (), METRICS))
     found = [joined(read_parts(tmp_path, 1, leader, leaders)) for leader in range(leaders)]
     positions = np.concatenate([one.position for one in found if one is not None])
     assert sorted(positions) == sorted(np.concatenate([one.position for one in parts]))
@@ -64,7 +64,7 @@ def test_any_number_of_leaders_reads_what_three_have_written(tmp_path: Path, lea
 
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path):
     for number in (0, 1):
-        write_part(tmp_path, 3, number, 2, Recorded(batch(2, number), "a:0", 9, METRICS))
+        write_part(tmp_path, 3, number, 2, Recorded(batch(2, number), "a:0", 9, (), METRICS))
     with pytest.raises(UserMistake, match="no step 4: it has steps 3 to 3"):
         read_parts(tmp_path, 4, 0, 1)
     with pytest.raises(UserMistake, match="no step 1: it has none"):
@@ -83,18 +83,18 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path):
 
 
 def test_only_some_parts_with_experts_are_refused():
-    parts = [Recorded(batch(2, 0, experts), "a:0", 9, METRICS) for experts in (True, False)]
+    parts = [Recorded(batch(2, 0, experts), "a:0", 9, (), METRICS) for experts in (True, False)]
     with pytest.raises(ValueError, match="only some parts have experts"):
         joined(parts)
     assert joined([]) is None
-    empty = Recorded(SampleBatch.from_groups([]), "a:0", 9, METRICS)
+    empty = Recorded(SampleBatch.from_groups([]), "a:0", 9, (), METRICS)
     assert equal(joined([empty, parts[0]]), parts[0].samples) and len(joined([empty, empty])) == 0
 
 
 def test_arrays_that_do_not_fit_together_are_refused(tmp_path: Path):
     samples = batch(2, 0)
     object.__setattr__(samples, "logprobs", samples.logprobs[:-1])
-    write_part(tmp_path, 1, 0, 1, Recorded(samples, "a:0", 9, METRICS))
+    write_part(tmp_path, 1, 0, 1, Recorded(samples, "a:0", 9, (), METRICS))
     with pytest.raises(UserMistake, match="damaged"):
         read_parts(tmp_path, 1, 0, 1)
 
@@ -113,5 +113,5 @@ def test_settings_that_samples_depend_on(tmp_path: Path):
 def test_a_rewritten_step_replaces_the_old_one(tmp_path: Path):
     for reward in (0.0, 1.0):
         one = batch(2, 0)
-        write_part(tmp_path, 1, 0, 1, Recorded(replace(one, rewards=one.rewards * 0 + reward), "a:0", 9, METRICS))
+        write_part(tmp_path, 1, 0, 1, Recorded(replace(one, rewards=one.rewards * 0 + reward), "a:0", 9, (), METRICS))
     assert read_parts(tmp_path, 1, 0, 1)[0].samples.rewards.tolist() == [1.0, 1.0]
