@@ -113,8 +113,11 @@ class ScriptedEngine:
             meta["output_token_logprobs"][0][0] = float("nan")
         elif fault == "out_of_range":
             items[0]["output_ids"][0] = meta["output_token_logprobs"][0][1] = VOCAB
-        elif fault == "abort":
-            meta["finish_reason"]["type"] = "abort"
+        elif fault == "abort":  # with half of the tokens
+            meta["finish_reason"]["type"], half = "abort", len(items[0]["output_ids"]) // 2
+            for tokens in (items[0]["output_ids"], meta["output_token_logprobs"]):
+                del tokens[half:]
+            meta["completion_tokens"] = meta["weight_versions"][0]["end"] = half
         return web.json_response(items)
 
     async def abort(self, request: web.Request) -> web.Response:

@@ -35,7 +35,8 @@ class Choice:
 
     Attributes:
         numbers: of the groups to train on, ascending.
-        waits_for: "deadline": groups that must not become older; "samples": enough of any groups; "" if it takes.
+        waits_for: "samples": fewer than a step needs have finished; "deadline": enough have, but not some that must not
+            become older; "" if it takes.
     """
 
     numbers: list[int] | None
@@ -77,7 +78,7 @@ def choose(pending: Iterable[Pending], need: int, step: int, max_lag: int, *, cl
             if len(chosen) < must and one.issued + max_lag <= last:
                 chosen.setdefault(one.number, one)
         if len(chosen) < must:
-            return Choice(None, "deadline")
+            return Choice(None, "deadline" if len(done) >= need else "samples")
     for one in done:
         if len(chosen) < need:
             chosen.setdefault(one.number, one)

@@ -131,8 +131,10 @@ class Issuer:
         """
         idle = 0
         while _aborted(begun):
-            work.counts["resumed"] += 1
             left = work.sampling.max_new_tokens - len(begun.response_ids)
+            if not left:
+                return replace(begun, finish="length")
+            work.counts["resumed"] += 1
             more = await self._attempts(np.concatenate((input_ids, begun.response_ids)), [seed], replace(
                 work, sampling=replace(work.sampling, n=1, max_new_tokens=left)), name)
             idle = 0 if more and len(more[0].response_ids) else idle + 1

@@ -54,7 +54,7 @@ def test_what_finished_first_is_taken_and_the_slow_one_when_its_time_has_come():
 
 def test_without_lag_a_step_takes_all_of_its_version():
     pending = [Pending(0, 7, 2), Pending(1, 7, None), Pending(2, 7, 1)]
-    assert choose(pending, 3, 7, 0) == Choice(None, "deadline")
+    assert choose(pending, 3, 7, 0) == Choice(None, "samples")
     assert choose([*pending[::2], Pending(1, 7, 3)], 3, 7, 0).numbers == [0, 1, 2]
 
 
