@@ -75,15 +75,33 @@ class Piece:
     Attributes:
         prompt_ids: int32 [tokens], what the first call was asked.
         parts: what came since: (ids, log-probs or None for context, version spans of the part).
+        experts: of the tokens so far but the last, as `Completion.experts`; None where they are not recorded.
     """
 
     prompt_ids: np.ndarray
     parts: list[tuple[np.ndarray, np.ndarray | None, list[tuple[str, int, int]]]] = field(default_factory=list)
+    experts: np.ndarray | None = None
 
     @property
     def response_tokens(self) -> int:
         """Tokens after the prompt."""
         return sum(len(ids) for ids, _, _ in self.parts)
+
+    def add(self, context: np.ndarray, completion: Completion) -> tuple[int, int]:
+        """Go on with an observation, which may be empty, and a reply; where the reply's tokens are in the response.
+
+        Of experts the first record of a token counts: where it was routed when the next one was sampled. A later call
+        may have computed it anew.
+        """
+        if len(context):
+            self.parts.append((context, None, []))
+        start = self.response_tokens
+        self.parts.append((completion.response_ids, completion.logprobs, completion.versions))
+        if completion.experts is not None:
+            known = 0 if self.experts is None else len(self.experts)
+            new = completion.experts[known:]
+            self.experts = new if self.experts is None else np.concatenate((self.experts, new))
+        return start, self.response_tokens
 
     def response(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[str, int, int]]]:
         """Ids int32, log-probs float32, trained bool, all [tokens], and the version spans of the sampled ones."""
@@ -250,11 +268,7 @@ class Episode:
         if number is None:
             number = len(self.pieces)
             self.pieces.append(piece)
-        if len(context):
-            piece.parts.append((context, None, []))
-        start = piece.response_tokens
-        piece.parts.append((completion.response_ids, completion.logprobs, completion.versions))
-        turn = Turn(number, start, start + len(completion.response_ids))
+        turn = Turn(number, *piece.add(context, completion))
         self.turns.append(turn)
         said = self._chat.read(completion.response_ids, tools, key=sample_seed(self._seed, self._calls, 1))
         heard = [_heard(message) for message in (*messages, said.message)]
@@ -284,7 +298,8 @@ class Episode:
         for part, piece in enumerate(self.pieces):
             ids, logprobs, trained, versions = piece.response()
             found.append(Sample(replace(prompt, token_ids=piece.prompt_ids), n, self._seed, ids, logprobs, finish,
-                                decode(ids.tolist()), versions, part=part, trained=None if trained.all() else trained))
+                                decode(ids.tolist()), versions, part=part, trained=None if trained.all() else trained,
+                                experts=piece.experts))
         return found
 
 
