@@ -18,7 +18,9 @@ from megarl.cluster.store import Control, Meeting
 from megarl.config.layout import Layout
 from megarl.config.schema import Config, EvalSetConfig
 from megarl.data.buffer import ExperienceBuffer, Taken
+from megarl.data.dump import Recorded, differences, write_config, write_part
 from megarl.data.prompts import PromptStream, load_eval_set
+from megarl.data.replay import ReplayBuffer
 from megarl.data.sample import Group, Prompt
 from megarl.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from megarl.errors import UserMistake
@@ -94,6 +96,25 @@ class Course:
 
 
 @dataclass
+class Source:
+    """Where samples come from: engines, or files that another run has written, which need the buffer only.
+
+    Attributes:
+        buffer: hands out experiences.
+        course: of the sampling.
+        publisher: gives the engines their weights.
+        sampling: on leaders.
+        fleet: the engines; on trainer 0.
+    """
+
+    buffer: ExperienceBuffer | ReplayBuffer
+    course: Course | None = None
+    publisher: WeightPublisher | None = None
+    sampling: Sampling | None = None
+    fleet: Fleet | None = None
+
+
+@dataclass
 class Trainer:
     """One trainer rank's parts. Every method is collective over the trainers.
 
@@ -102,10 +123,9 @@ class Trainer:
         progress: how far it is.
         version: of the weights the engines hold.
         meet: waits for all trainers, however long some take.
-        course: of the sampling.
-        buffer: where experiences come from.
+        source: where samples come from.
+        checkpoints: None where nothing is trained (debug.rollout_only).
         report: metrics and console (written by trainer 0).
-        fleet: the engines; on trainer 0.
     """
 
     config: Config
@@ -115,16 +135,25 @@ class Trainer:
     objective: Objective
     policy: Policy
     meet: Meeting
-    course: Course
-    checkpoints: Checkpoints
-    publisher: WeightPublisher
-    buffer: ExperienceBuffer
-    sampling: Sampling | None
+    source: Source
+    checkpoints: Checkpoints | None
     report: Reporter
     progress: Progress
     pad_token: int
-    fleet: Fleet | None
     version: str = ""
+
+    def take(self) -> Taken:
+        """The samples of the next step; written, for people to read and for a replay, if asked to."""
+        taken, debug, step = self.source.buffer.take(self.progress.step), self.config.debug, self.progress.step + 1
+        if taken.problems:
+            print(taken.problems, flush=True)
+        every = self.config.observe.rollouts
+        if taken.groups and every and step % every == 0:  # the number that the step's metrics will have
+            write_rollouts(self.run_dir, step, dist.get_rank(), taken.groups)
+        if debug.dump_experience and taken.local is not None:
+            write_part(debug.dump_experience, step, self.groups.dp, self.groups.layout.data, Recorded(
+                taken.local, self.version, taken.position, taken.unfinished, taken.metrics))
+        return taken
 
     def experience(self, taken: Taken) -> Experience:
         """Pack a step's samples and move them to the ranks that train them."""
@@ -166,13 +195,15 @@ class Trainer:
     def publish(self) -> None:
         """Give the engines the present weights; their version is the number of finished steps."""
         self.version = format_version(self.control.generation, self.progress.step)
+        if self.source.publisher is None:
+            return
         if self.config.rollout.on_update == "finish":
-            self.course.hold()
+            self.source.course.hold()
             self.meet()
-        sent = self.publisher.publish(self.version)
-        self.course.open(self.progress.step, self.version)
+        sent = self.source.publisher.publish(self.version)
+        self.source.course.open(self.progress.step, self.version)
         self.report.add({"sync/megabytes": sent.bytes / 1e6, "sync/engines": len(sent.engines)}
-                        | (self.fleet.metrics() if self.fleet else {}))
+                        | (self.source.fleet.metrics() if self.source.fleet else {}))
 
     def evaluate(self) -> None:
         """Sample and score the held-out sets."""
@@ -180,19 +211,12 @@ class Trainer:
             if self.config.observe.rollouts:
                 write_rollouts(self.run_dir, self.progress.step, dist.get_rank(), found, prefix=f"eval_{name}_")
 
-        if self.sampling is None:
+        sampling = self.source.sampling
+        if sampling is None:
             self.meet()
         else:
-            self.report.add(evaluate(self.sampling.sets, self.sampling.generator, self.groups, self.config.run.seed,
-                                     self.version, record, self.meet))
-
-    def record(self, taken: Taken) -> None:
-        """Say what went wrong with the step's samples; write them as JSONL if it is their turn."""
-        if taken.problems:
-            print(taken.problems, flush=True)
-        every, step = self.config.observe.rollouts, self.progress.step + 1  # the number its metrics will have
-        if taken.groups and every and step % every == 0:
-            write_rollouts(self.run_dir, step, dist.get_rank(), taken.groups)
+            self.report.add(evaluate(sampling.sets, sampling.generator, self.groups, self.config.run.seed, self.version,
+                                     record, self.meet))
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due with so many steps finished; 0 is never."""
@@ -208,8 +232,8 @@ class Trainer:
         if not self.due(self.config.checkpoint.every):
             self.save()
         self.report.draw()
-        if self.sampling is not None:
-            for source in self.sampling.prompts.report():
+        if self.source.sampling is not None:
+            for source in self.source.sampling.prompts.report():
                 self.report.say(source.describe() if source.dropped else f"{source.name}: no prompt dropped")
         if self.config.checkpoint.export:
             save_hf(self.policy.chunks, self.policy.hf, self.groups.layout, self.config.model.path,
@@ -230,55 +254,79 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             stack.callback(request_stop, control.store, "the trainers have ended")
         groups = start_trainers(layout, partition.rank, control.store, config.cluster.timeout_s, config.run.seed)
         policy = Policy(config, hf, groups, objective)
-        checkpoints = Checkpoints(
-            run_dir / "checkpoints", config.checkpoint.keep, policy.optimizer,
-            {"model": hf.raw, "objective": objective.describe(), "layout": layout.describe()},
-            config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "eval": True}))
-        newest = checkpoints.newest()
-        if newest and not config.checkpoint.resume:
-            raise UserMistake(f"{newest} is of an earlier run", "run.dir",
-                              "use another directory, remove that run, or set checkpoint.resume: true")
-        if config.observe.trace_steps and partition.rank == 0:
-            _make_directory(run_dir / "traces")
-        progress = checkpoints.load(newest) if newest else Progress()
-        policy.pace.resume(progress.costs)
-        policy.resume_collapse(progress.collapse)
+        checkpoints, newest, progress = _resume(config, run_dir, policy)
         report = stack.enter_context(Reporter(config, run_dir, groups, progress.step + 1 if newest else 0))
         report.say(banner({"layout": f"{layout.describe()} + {partition.rollouts} rollout", "objective":
                            objective.describe(), "model": f"{hf.family} {config.model.path}",
                            "implementation": policy.chunks[0].implementation, "resumed": str(newest or "no")}))
-        for key, (before, now) in checkpoints.changed.items():
+        for key, (before, now) in checkpoints.changed.items() if newest else ():
             report.say(f"changed since {newest.name}: {key} was {before}, is {now}")
-        sampling, draws = None, Draws(progress.unfinished, progress.position)
-        if groups.is_leader:
-            score, environments = _scoring(stack, config, objective, tokenizer)
-            prompts = stack.enter_context(PromptStream(config.data, tokenizer, config.run.seed,
-                                                       start=progress.position))
-            generator = Generator(
-                config, prompts, _fleet(config, control), control.store, draws, generation=control.generation,
-                leader_index=groups.dp, leaders=layout.data, vocab_size=hf.vocab, decode=decoder(tokenizer),
-                score=score, keep=has_signal if objective.dynamic_sampling else None, environments=environments)
-            stack.callback(generator.close)
-            sets = [(chosen.name or Path(chosen.path).stem, chosen, load_eval_set(chosen, tokenizer, config.data))
-                    for chosen in config.eval.sets]
-            sampling = Sampling(prompts, generator, sets)
-        fleet = _fleet(config, control) if partition.rank == 0 else None
-        if fleet is not None:
-            fleet.wait_ready(config.cluster.start_timeout_s, lambda up, of: report.say(f"engines up: {up} of {of}"))
+        if partition.rank == 0:
+            _prepare_directories(config, run_dir)
         meet = Meeting(control.store, partition.trainers)
-        meet()
-        address = address_towards(config.rollout.urls, control.address)
-        publisher = WeightPublisher(policy.chunks, hf, config, address=address, generation=control.generation,
-                                    fleet=fleet)
-        stack.callback(publisher.close)
-        course = Course(Announcements(control.store), Dispatcher(config, control.store, draws) if fleet else None,
-                        sampling.generator if sampling else None)
-        buffer = ExperienceBuffer(sampling.generator.take if sampling else None, course.decide, groups,
-                                  _term_names(config), config.rollout.max_lag, count_names(config), metrics)
-        yield Trainer(config, run_dir, control, groups, objective, policy, meet, course, checkpoints, publisher, buffer,
-                      sampling, report, progress, tokenizer.pad_token_id or 0, fleet)
+        source = (_from_files(config, groups, hf, report) if config.debug.replay_experience else
+                  _from_engines(stack, config, control, policy, tokenizer, report, progress, meet))
+        yield Trainer(config, run_dir, control, groups, objective, policy, meet, source, checkpoints, report, progress,
+                      tokenizer.pad_token_id or 0)
         dist.barrier()
     dist.destroy_process_group()  # not after a failure: peers may be gone, and waiting for them would hide it
+
+
+def _resume(config: Config, run_dir: Path, policy: Policy) -> tuple[Checkpoints | None, Path | None, Progress]:
+    """The run's checkpoints (None where nothing is trained), the one that it goes on from, and how far it is."""
+    if config.debug.rollout_only:
+        return None, None, Progress()
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", config.checkpoint.keep, policy.optimizer,
+        {"model": policy.hf.raw, "objective": policy.objective.describe(), "layout": policy.groups.layout.describe()},
+        config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "eval": True, "debug": True}))
+    newest = checkpoints.newest()
+    if newest and not config.checkpoint.resume:
+        raise UserMistake(f"{newest} is of an earlier run", "run.dir",
+                          "use another directory, remove that run, or set checkpoint.resume: true")
+    progress = checkpoints.load(newest) if newest else Progress()
+    policy.pace.resume(progress.costs)
+    policy.resume_collapse(progress.collapse)
+    return checkpoints, newest, progress
+
+
+def _from_files(config: Config, groups: Groups, hf: HFConfig, report: Reporter) -> Source:
+    """Samples that an earlier run has written."""
+    folder = config.debug.replay_experience
+    for key, (before, now) in differences(folder, config.model_dump(mode="json")).items():
+        report.say(f"warning: {folder} was sampled with {key} {before}, now it is {now}")
+    return Source(ReplayBuffer(Path(folder), groups, hf.vocab))
+
+
+def _from_engines(stack: ExitStack, config: Config, control: Control, policy: Policy,
+                  tokenizer: PreTrainedTokenizerBase, report: Reporter, progress: Progress, meet: Meeting) -> Source:
+    """Samples by the run's engines; waits until they are up."""
+    groups, hf, objective = policy.groups, policy.hf, policy.objective
+    sampling, draws = None, Draws(progress.unfinished, progress.position)
+    if groups.is_leader:
+        score, environments = _scoring(stack, config, objective, tokenizer)
+        prompts = stack.enter_context(PromptStream(config.data, tokenizer, config.run.seed, start=progress.position))
+        generator = Generator(
+            config, prompts, _fleet(config, control), control.store, draws, generation=control.generation,
+            leader_index=groups.dp, leaders=groups.layout.data, vocab_size=hf.vocab, decode=decoder(tokenizer),
+            score=score, keep=has_signal if objective.dynamic_sampling else None, environments=environments)
+        stack.callback(generator.close)
+        sets = [(chosen.name or Path(chosen.path).stem, chosen, load_eval_set(chosen, tokenizer, config.data))
+                for chosen in config.eval.sets]
+        sampling = Sampling(prompts, generator, sets)
+    fleet = _fleet(config, control) if dist.get_rank() == 0 else None
+    if fleet is not None:
+        fleet.wait_ready(config.cluster.start_timeout_s, lambda up, of: report.say(f"engines up: {up} of {of}"))
+    meet()
+    address = address_towards(config.rollout.urls, control.address)
+    publisher = WeightPublisher(policy.chunks, hf, config, address=address, generation=control.generation,
+                                fleet=fleet)
+    stack.callback(publisher.close)
+    course = Course(Announcements(control.store), Dispatcher(config, control.store, draws) if fleet else None,
+                    sampling.generator if sampling else None)
+    buffer = ExperienceBuffer(sampling.generator.take if sampling else None, course.decide, groups,
+                              _term_names(config), config.rollout.max_lag, count_names(config), metrics)
+    return Source(buffer, course, publisher, sampling, fleet)
 
 
 def _scoring(stack: ExitStack, config: Config, objective: Objective, tokenizer: PreTrainedTokenizerBase
@@ -297,6 +345,15 @@ def _fleet(config: Config, control: Control) -> Fleet:
 
 def _term_names(config: Config) -> list[str]:
     return term_keys([Term(t.name, t.weight, t.source, t.options) for t in config.reward.terms])
+
+
+def _prepare_directories(config: Config, run_dir: Path) -> None:
+    """What is there from the start: the directory of timelines, and of experiences with the config they come from."""
+    if config.observe.trace_steps:
+        _make_directory(run_dir / "traces")
+    if config.debug.dump_experience:
+        _make_directory(Path(config.debug.dump_experience))
+        write_config(config.debug.dump_experience, config.model_dump(mode="json"))
 
 
 def _make_directory(path: Path) -> None:

@@ -33,8 +33,7 @@ def train(config: Config, trainer: Trainer) -> None:
         report.step(0)
     while trainer.progress.step < config.run.steps:
         with report.phases("rollout"):
-            taken = trainer.buffer.take(trainer.progress.step)
-            trainer.record(taken)
+            taken = trainer.take()
         with report.phases("logprobs"):
             experience = trainer.experience(taken)
             for minibatch in experience.minibatches:
@@ -61,6 +60,20 @@ def train(config: Config, trainer: Trainer) -> None:
     trainer.finish()
 
 
+def sample(config: Config, trainer: Trainer) -> None:
+    """Sample, score and write, and train nothing (debug.rollout_only): versions count the steps, the weights stay."""
+    report = trainer.report
+    trainer.publish()
+    while trainer.progress.step < config.run.steps:
+        with report.phases("rollout"):
+            taken = trainer.take()
+        trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1)
+        with report.phases("publish"):
+            trainer.publish()
+        report.add(taken.metrics)
+        report.step(trainer.progress.step)
+
+
 def main(argv: list[str]) -> None:
     """Load the config, find this rank's role, play it."""
     if not argv:
@@ -79,7 +92,7 @@ def main(argv: list[str]) -> None:
         from megarl.assemble import trainer
 
         with trainer(config, partition, control, run_dir) as parts:
-            train(config, parts)
+            (sample if config.debug.rollout_only else train)(config, parts)
     else:
         from megarl.rollout.supervisor import supervise
 

@@ -36,7 +36,7 @@ class ReplayBuffer:
         if groups.is_leader:
             local = joined(read_parts(self._folder, step + 1, groups.dp, groups.layout.data))
             local = SampleBatch.from_groups([]) if local is None else local
-        largest = max((int(one.tokens.max(initial=0)) for one in (first.samples, local) if one is not None))
+        largest = max(int(one.tokens.max(initial=0)) for one in (first.samples, local) if one is not None)
         if largest >= self._vocab:
             raise UserMistake(f"a sample of step {step + 1} has token {largest}, the model has {self._vocab}",
                               str(self._folder), "name the model that sampled it in model.path")

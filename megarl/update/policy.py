@@ -31,7 +31,7 @@ class Policy:
         objective: the loss, resolved.
 
     Attributes:
-        chunks: this rank's stages, bare.
+        chunks: this rank's stages, bare. With debug.rollout_only the only one of these that is there.
         optimizer: with the DDP-wrapped chunks.
         pace: arranges the micro-batches of each optimizer step.
         replay: what this rank needs of the engines' routing; None where it is not replayed.
@@ -48,6 +48,8 @@ class Policy:
         dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
         self.chunks = build_chunks(hf, config, layout)
         load_hf(self.chunks, config.model.path, hf)
+        if config.debug.rollout_only:
+            return  # weights to sample with, and nothing to train them
         self._reference = HostWeights(self.chunks) if objective.needs_reference else None
         self.optimizer = optimizer.Optimizer(optimizer.wrap(self.chunks, config.optim.distributed), config.optim, dtype,
                                              layout.placement != "looped", config.moe.router_lr)
