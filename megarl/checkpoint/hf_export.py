@@ -112,7 +112,7 @@ def save_hf(chunks: list[torch.nn.Module], hf: HFConfig, layout: Layout, source_
             shard = {}
     dist.barrier()
     if dist.get_rank() == 0:
-        _carry_over(Path(source_dir), target)
+        carry_over(Path(source_dir), target)
         if len(left) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
             (target / f".{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
@@ -150,7 +150,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     os.replace(partial, path)
 
 
-def _carry_over(source: Path, target: Path) -> None:
+def carry_over(source: Path, target: Path) -> None:
     """Copy config, tokenizer and whatever else lies beside the weights."""
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):

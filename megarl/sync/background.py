@@ -66,6 +66,8 @@ async def all_well(awaitables: Sequence[Awaitable[Any]], what: str, grace_s: flo
     Raises:
         MachineFault: what failed; the engines' errors, or others if no engine has one.
     """
+    if not awaitables:
+        return
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     if pending:

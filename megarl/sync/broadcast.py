@@ -1,4 +1,4 @@
-"""The broadcast transport: buckets from one trainer to a set of engines over a process group made for it.
+"""The broadcast transport: buckets from each stage's source to sets of engines over process groups made for them.
 
 gloo between CPUs, NCCL between GPUs. The source trainer is rank 0 and hosts the group's store itself, so that nothing
 depends on how the job was launched (under torchrun a `tcp://` group would look for torchrun's own store). The group's
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -17,13 +18,128 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group, _new_process_group_helper, _world
 
 from megarl.cluster import device
+from megarl.errors import MachineFault
 from megarl.rollout.client import EngineClient
+from megarl.rollout.fleet import EngineRecord
 from megarl.rollout.protocol import InitGroup, UpdateBucket
 from megarl.sync.background import EventLoop, all_well, in_thread
-from megarl.sync.buckets import Bucket
+from megarl.sync.buckets import Bucket, fill
+from megarl.sync.crew import Crew, Targets
+from megarl.sync.sets import EngineSet, rounds
+from megarl.sync.transport import Sent, Tensors, run_out
+
+log = logging.getLogger(__name__)
 
 
 class Broadcast:
+    """One group for each source and set of engines; who sends to whom when, `sets.rounds` says.
+
+    Args:
+        crew: the trainers.
+        stage, stages: this rank's pipeline stage, and how many there are.
+        is_source: whether this rank sends.
+        name: of this life of the job; begins the groups' names.
+        address: under which the engines reach this host.
+        ranks_per_engine: tensor-parallel processes of each engine, each a rank of a group.
+        on_cpu: the engines hold their weights on CPU.
+        bucket_bytes: sent at a time.
+        timeout_s: of joining a group and of every bucket.
+    """
+
+    session = True
+
+    def __init__(self, crew: Crew, *, stage: int, stages: int, is_source: bool, name: str, address: str,
+                 ranks_per_engine: int, on_cpu: bool, bucket_bytes: int, timeout_s: float) -> None:
+        self._crew, self._stage, self._stages, self._is_source = crew, stage, stages, is_source
+        self._name, self._address, self._ranks_per_engine = name, address, ranks_per_engine
+        self._on_cpu, self._bucket_bytes, self._timeout_s = on_cpu, bucket_bytes, timeout_s
+        self._joined: set[int] = set()
+        self._links: dict[int, Link] = {}
+
+    def prepare(self, version: str, tensors: Tensors) -> None:
+        """Tensors are gathered as they are sent: nothing."""
+
+    def connect(self, targets: Targets) -> None:
+        """Make the groups of sets that have none. An engine joins one at a time."""
+        new = [one for one in targets.sets if one.number not in self._joined]
+        for row in rounds(self._stages, new) if new else []:
+            mine = [one for one in row[self._stage] if one.number not in targets.failed and self._is_source]
+            self._crew.per_set(targets, lambda failed, mine=mine: self._join(mine, failed))
+        self._joined |= {one.number for one in new}
+
+    def _join(self, sets: Sequence[EngineSet], failed: dict[int, str]) -> None:
+        joining = [(one, in_thread(lambda one=one: self._link(one), f"join set {one.number}")) for one in sets]
+        for one, link in joining:
+            try:
+                self._links[one.number] = link.result()
+            except MachineFault as error:
+                failed[one.number] = str(error)
+
+    def _link(self, one: EngineSet) -> Link:
+        return Link([self._crew.client(engine) for engine in one.engines], self._crew.loop,
+                    name=f"{self._name}-set{one.number}-source{self._stage}", address=self._address,
+                    ranks_per_engine=self._ranks_per_engine, on_cpu=self._on_cpu, timeout_s=self._timeout_s)
+
+    def send(self, targets: Targets, tensors: Tensors) -> Sent:
+        """In each round this stage gathers its tensors for the sets whose turn it is."""
+        sent = Sent()
+        for row in rounds(self._stages, targets.sets):
+            mine = [one for one in row[self._stage] if one.number not in targets.failed]
+            sent = max(sent, self._crew.per_set(
+                targets, lambda failed, mine=mine: self._send(mine, tensors, failed) if mine else Sent()))
+        return sent
+
+    def _send(self, sets: Sequence[EngineSet], tensors: Tensors, failed: dict[int, str]) -> Sent:
+        """Every bucket to each of the sets; one that fails gets no more, the others go on."""
+        gathered = tensors()
+        if not self._is_source:
+            run_out(gathered)
+            return Sent()
+        links = {one.number: self._links[one.number] for one in sets}
+        count = size = 0
+
+        def each(act: Callable[[Link], None]) -> None:
+            for number, link in list(links.items()):
+                try:
+                    act(link)
+                except MachineFault as error:
+                    failed[number] = str(error)
+                    del links[number]
+
+        try:
+            for bucket in fill(gathered, self._bucket_bytes, next(iter(links.values())).device):
+                each(lambda link, bucket=bucket: link.push(bucket))
+                count, size = count + len(bucket.names), size + bucket.bytes
+                if not links:
+                    break
+            each(Link.finish)
+        finally:
+            run_out(gathered)
+        return Sent(count, size)
+
+    def leave(self, sets: Sequence[EngineSet], engines: Collection[EngineRecord]) -> None:
+        """Out of these sets' groups, together with `engines`."""
+        staying = {engine.key for engine in engines}
+
+        def work() -> None:
+            for one in sets:
+                self._joined.discard(one.number)
+                if link := self._links.pop(one.number, None):
+                    try:
+                        link.close({engine.url for engine in one.engines if engine.key in staying})
+                    except MachineFault as error:  # it keeps a group whose name nobody will use again
+                        log.warning("%s", error)
+
+        self._crew.together(work)
+
+    def close(self) -> None:
+        """Leave all groups without telling the engines."""
+        for link in self._links.values():
+            link.abandon()
+        self._links = {}
+
+
+class Link:
     """A group of this trainer and the engines of `clients`, through which buckets go one after the other.
 
     Making it blocks until every engine has joined. Whatever may block for long runs in threads of its own, so an

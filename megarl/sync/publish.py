@@ -1,47 +1,57 @@
-"""Publishing: every engine gets the trainers' weights, whole and by Hugging Face name, or the failure says who did not.
+"""Publishing: engines get the trainers' weights, whole and by Hugging Face name, or do not serve.
 
-Trainer 0 speaks to the engines about the update as a whole: pause, drop caches, begin, end, version, continue. Between
-begin and end the pipeline ranks take turns: all ranks that hold the same stages gather their tensors, and the source
-among them (tensor, context and data rank 0) sends them in buckets. Turns, because an engine serves one bucket after the
-other: two sources with two engines could each wait for the engine that serves the other one.
+Trainer 0 speaks to the engines about the update as a whole: pause, drop caches, begin, end, version, continue. In
+between a transport brings the tensors: all ranks that hold the same pipeline stages gather them, and the source among
+them (tensor, context and data rank 0) sends. Engines are updated in sets. If one fails, its whole set may hold parts
+of two versions: the set is condemned (its supervisors restart it), the others go on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal
 
-import aiohttp
 import torch
-import torch.distributed as dist
 
 from megarl.checkpoint.hf_export import is_source, iter_hf_tensors
-from megarl.cluster import device
 from megarl.config.schema import Config
-from megarl.errors import MachineFault, UserMistake
+from megarl.errors import MachineFault
 from megarl.model.hf_config import HFConfig
-from megarl.rollout.client import EngineClient, open_session
+from megarl.rollout.client import EngineClient, EngineRefused
 from megarl.rollout.fleet import EngineRecord, Fleet
 from megarl.rollout.protocol import EngineError
-from megarl.sync.background import EventLoop, all_well
-from megarl.sync.broadcast import Broadcast
-from megarl.sync.buckets import fill
+from megarl.sync import verify
+from megarl.sync.background import in_thread
 from megarl.sync.checksum import tensor_checksum
+from megarl.sync.choose import make_transport
+from megarl.sync.crew import Crew, Targets
+from megarl.sync.sets import EngineSet, assign
+from megarl.sync.transport import Sent, Tensors
 
-T = TypeVar("T")
+ATTEMPTS = 2  # at publishing, where no engine took the weights
+IDLE_POLL_S = 0.05
+
+Pause = Literal["retract", "in_place", "abort", "finish"]
+Found = tuple[list[EngineRecord], dict[tuple[str, int], str]]  # engines, and the weights they hold by their keys
 
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a publish did.
+    """What an update did.
 
     Attributes:
         version: name of the weights that `engines` hold now.
-        engines: all that were up when it began.
-        tensors, bytes: that each engine got.
-        seconds: the whole of it, from before the pause until all engines go on.
+        engines: those that took them.
+        tensors: that each engine got.
+        bytes: that travelled to each engine; where they differ (delta), to the one that got most.
+        seconds: the whole of it, from the search for engines until all go on.
+        paused_s: of which the engines did not generate.
+        caches_kept: the engines go on with keys and values of the old weights (pause in_place).
+        lost: engines that failed, with the reason; they are being restarted.
     """
 
     version: str
@@ -49,208 +59,224 @@ class PublishReport:
     tensors: int
     bytes: int
     seconds: float
+    paused_s: float = 0.0
+    caches_kept: bool = False
+    lost: dict[EngineRecord, str] = field(default_factory=dict)
 
 
 class WeightPublisher:
-    """Sends the policy's weights to the fleet. Every trainer makes one and calls `publish` with the others.
+    """Sends the policy's weights to the fleet. Every trainer makes one and makes the same calls.
 
     Args:
         chunks: this rank's chunks of the policy.
         hf: the model.
-        config: used are sync, rollout.engine, sglang.tp_size.
+        config: used are sync, run.dir, model, rollout, sglang, cluster.timeout_s.
         address: under which other hosts reach this one.
         generation: of this life of the job; in the names of the groups.
         fleet: the engines; on trainer 0 (elsewhere None). Publishing marks those that it reached there, and condemns
-            those that it left half-way.
+            those that it left half-way. Nobody else may use it.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], hf: HFConfig, config: Config, *, address: str,
                  generation: str, fleet: Fleet | None = None) -> None:
-        from megatron.core import parallel_state
-
-        sglang = config.rollout.engine == "sglang"
-        if config.sync.verify and sglang:
-            raise UserMistake("SGLang's checksums are of its own fused tensors and cannot be compared", "sync.verify",
-                              "set it to false, or use rollout.engine: embedded")
-        self._chunks, self._hf, self._sync = list(chunks), hf, config.sync
-        self._address, self._generation, self._fleet = address, generation, fleet
-        self._ranks_per_engine = int(config.sglang.get("tp_size", 1)) if sglang else 1
-        self._patience_s = config.rollout.no_engine_timeout_s
-        self._on_cpu = not sglang or device.kind() == "cpu"
-        self._is_source = is_source()
-        self._turn, self._turns = (parallel_state.get_pipeline_model_parallel_rank(),
-                                   parallel_state.get_pipeline_model_parallel_world_size())
-        self._engines: tuple[EngineRecord, ...] = ()
-        self._clients: list[EngineClient] = []
-        self._transport: Broadcast | None = None
-        self._connections = 0
+        self._chunks, self._hf, self._config, self._fleet = list(chunks), hf, config, fleet
+        self._crew = Crew(is_source(), config.cluster.timeout_s, config.sync.timeout_s)
+        self._transport = make_transport(config, self._crew, address, generation)
+        self._sets: list[EngineSet] = []
+        self._next_set = 1
+        self._version = self._digest = ""
+        self._holders: dict[tuple[str, int], EngineRecord] = {}
+        self._condemned: set[tuple[str, int]] = set()
         self._sums: dict[str, str] = {}
-        if self._is_source:
-            self._loop = EventLoop("megarl publish")
-            self._session = self._loop.run(_open())
+        self._spare: dict[str, torch.Tensor] = {}
+        self._pending: Future[PublishReport] | None = None
 
-    def publish(self, version: str) -> PublishReport:
+    def publish(self, version: str, pause: Pause = "retract") -> PublishReport:
         """Give the present weights to every engine that is up, under the name `version`. Collective over all trainers.
 
-        The engines' requests go back into their queues meanwhile, and caches are dropped. If it fails after weights
-        began to change, the engines are condemned (their supervisors restart them); the next publish makes new groups.
-
+        Args:
+            version: `<generation>:<n>`.
+            pause: what becomes of requests that run meanwhile. retract: they go back into their queues, caches are
+                dropped; in_place: they are frozen, and go on with the old keys and values; abort: they end; finish:
+                the engines first get through what they have (whoever asks them should hold back new requests),
+                for `rollout.request_timeout_s` at most.
         Raises:
-            MachineFault: on every trainer: an engine refused, died or did not answer in time (it is named), no engine
-                is up, or, with `sync.verify`, an engine holds other weights than were sent (the tensors are named).
+            MachineFault: on every trainer: no engine is up, or none took the weights; what failed is named.
         """
-        started = time.monotonic()
-        engines = self._agree_on_engines()
-        self._begun = False
-        try:
-            if engines != self._engines:
-                self._connect(engines)
-            self._tell(lambda client: client.pause("retract"), "pause")
-            self._tell(EngineClient.flush, "drop caches")
-            self._begun = True
-            self._tell(EngineClient.begin_update, "begin an update")
-            sent = [self._together(self._send if turn == self._turn else _nothing) for turn in range(self._turns)]
-            self._tell(EngineClient.end_update, "end the update")
-            if self._sync.verify:
-                self._verify()
-            self._tell(lambda client: client.set_version(version), "name the weights")
-            self._tell(EngineClient.continue_, "continue")
-        except BaseException as error:
-            self._give_up(version, engines, str(error))
-            raise
-        if self._fleet is not None:
-            self._fleet.mark_synced(version, engines)
-        counts = torch.tensor([count or (0, 0) for count in sent], dtype=torch.int64, device=device.current()).sum(0)
-        dist.all_reduce(counts)
-        return PublishReport(version, engines, int(counts[0]), int(counts[1]), time.monotonic() - started)
+        self.start(version, pause)
+        return self.finish()
+
+    def start(self, version: str, pause: Pause = "retract") -> None:
+        """The same, but with `sync.overlap` this returns as soon as the weights were copied, and a thread goes on.
+
+        Whatever was started before is finished first.
+        """
+        self.finish()
+        if self._config.sync.overlap:
+            tensors = self._snapshot()
+            self._pending = in_thread(lambda: self._publish(version, tensors, pause), "publish")
+        else:
+            report = self._publish(version, self._gathered, pause)
+            self._pending = Future()
+            self._pending.set_result(report)
+
+    def finish(self) -> PublishReport | None:
+        """Wait for what was started, and raise if it failed; None if nothing was. Collective over all trainers."""
+        pending, self._pending = self._pending, None
+        return pending and pending.result()
+
+    def catch_up(self) -> PublishReport | None:
+        """Give the present weights to engines that came up since the last publish, under its version, and to no
+        others. Collective over all trainers; the policy must not have changed since. None if there are no such
+        engines; never raises for an engine's failure.
+        """
+        self.finish()
+        engines, held = self._crew.from_zero(self._crew.together(self._newcomers))
+        if not engines or not self._version:
+            return None
+        begun = time.monotonic()
+        targets = Targets(self._new_sets((), engines), held)
+        sent, paused_s = self._update(self._version, targets, self._gathered, "retract")
+        self._transport.leave(targets.all, targets.engines)
+        self._settle(targets)
+        return self._report(targets.engines, sent, begun, paused_s, "retract", targets.lost)
 
     def close(self) -> None:
-        """Leave the groups and stop the event loop, without telling the engines."""
-        if self._transport is not None:
-            self._transport.abandon()
-            self._transport = None
-        if self._is_source:
-            self._loop.run(self._session.close())
-            self._loop.close()
+        """Leave the groups and stop speaking to engines, without telling them."""
+        self._transport.close()
+        self._crew.close()
 
-    def _agree_on_engines(self) -> tuple[EngineRecord, ...]:
-        """Trainer 0's view of the fleet, on all trainers; waits for an engine that is starting again."""
-        view = [self._together(self._wait_for_engines)]
-        dist.broadcast_object_list(view, src=0)
-        if not view[0]:
-            raise MachineFault(f"no engine has been up for {self._patience_s:.0f} s to publish weights to")
-        return view[0]
+    def _publish(self, version: str, tensors: Tensors, pause: Pause) -> PublishReport:
+        begun, lost = time.monotonic(), {}
+        self._version, self._sums, self._digest = version, {}, ""
+        for _ in range(ATTEMPTS):
+            engines, held = self._crew.from_zero(self._crew.together(self._wait_for_engines))
+            if not engines:
+                break
+            sets = self._new_sets(self._sets, engines)
+            self._transport.leave([old for old in self._sets if old not in sets], engines)
+            targets = Targets(sets, held)
+            self._holders = {}  # engines that take no part hold an older version from here on
+            sent, paused_s = self._update(version, targets, tensors, pause)
+            self._transport.leave([one for one in sets if one.number in targets.failed], ())
+            self._sets, lost = targets.sets, lost | targets.lost
+            self._settle(targets)
+            if targets.sets:
+                return self._report(targets.engines, sent, begun, paused_s, pause, lost)
+        reasons = list(dict.fromkeys(lost.values()))
+        if not engines:
+            reasons.insert(0, f"no engine has been up for {self._config.rollout.no_engine_timeout_s:.0f} s to publish "
+                              "weights to")
+        raise MachineFault("; ".join(reasons))
 
-    def _wait_for_engines(self) -> tuple[EngineRecord, ...]:
-        if self._fleet is None:
-            return ()
-        deadline = time.monotonic() + self._patience_s
-        while not (found := tuple(self._fleet.engines())) and time.monotonic() < deadline:
+    def _update(self, version: str, targets: Targets, tensors: Tensors, pause: Pause) -> tuple[Sent, float]:
+        """(what was sent, seconds of the pause); what failed is noted in `targets`."""
+        crew, transport = self._crew, self._transport
+        try:
+            transport.prepare(version, lambda: self._summed(tensors()))
+            transport.connect(targets)
+            if pause == "finish":
+                crew.tell(targets, self._until_idle, "get through their requests")
+            begun = time.monotonic()
+            crew.tell(targets, lambda client: client.pause("retract" if pause == "finish" else pause), "pause")
+            if pause != "in_place":
+                crew.tell(targets, EngineClient.flush, "drop caches")
+            if transport.session:
+                crew.tell(targets, EngineClient.begin_update, "begin an update")
+            sent = Sent(*crew.sum(*transport.send(targets, lambda: self._summed(tensors()))))
+            if transport.session:
+                crew.tell(targets, EngineClient.end_update, "end the update")
+            if self._config.sync.verify:
+                self._verify(targets)
+            crew.tell(targets, lambda client: client.set_version(version), "name the weights")
+            crew.tell(targets, EngineClient.continue_, "continue")
+        except BaseException as error:  # a trainer failed: nobody knows how far the engines came
+            targets.failed.update({one.number: f"the trainers failed: {error}" for one in targets.all})
+            self._sets = []
+            self._settle(targets)
+            raise
+        return sent, time.monotonic() - begun
+
+    async def _until_idle(self, client: EngineClient) -> None:
+        """Wait until nothing runs or waits there: then a flush is accepted."""
+        deadline = time.monotonic() + self._config.rollout.request_timeout_s
+        while time.monotonic() < deadline:
+            try:
+                return await client.flush()
+            except EngineRefused:
+                await asyncio.sleep(IDLE_POLL_S)
+
+    def _verify(self, targets: Targets) -> None:
+        if self._config.rollout.engine == "sglang":
+            self._digest = verify.against_each_other(self._crew, targets, self._digest)
+        else:
+            verify.against_sent(self._crew, targets, self._sums)
+
+    def _settle(self, targets: Targets) -> None:
+        """Who holds the version now may serve; who failed is restarted."""
+        self._holders |= {engine.key: engine for engine in targets.engines}
+        for engine, why in targets.lost.items():
+            self._condemn(engine, f"its weight update was cut short: {why}")
+        if self._fleet is not None:
+            self._fleet.mark_synced(self._version, self._holders.values())
+
+    def _condemn(self, engine: EngineRecord, why: str) -> None:
+        self._condemned.add(engine.key)
+        if self._fleet is not None:
+            self._fleet.condemn(engine, why)
+
+    def _report(self, engines: tuple[EngineRecord, ...], sent: Sent, begun: float, paused_s: float, pause: Pause,
+                lost: dict[EngineRecord, str]) -> PublishReport:
+        return PublishReport(self._version, engines, sent.tensors, sent.bytes, time.monotonic() - begun, paused_s,
+                             pause == "in_place", lost)
+
+    def _new_sets(self, old: Sequence[EngineSet], engines: Sequence[EngineRecord]) -> list[EngineSet]:
+        sets = assign(old, engines, self._config.sync.engines_per_set, self._next_set)
+        self._next_set = max([self._next_set, *(one.number + 1 for one in sets)])
+        return sets
+
+    def _wait_for_engines(self) -> Found:
+        """On trainer 0: engines that answer, and the weights they hold; waits for one that is starting again."""
+        deadline = time.monotonic() + self._config.rollout.no_engine_timeout_s
+        while not (found := self._answering(lambda _: True))[0] and self._fleet and time.monotonic() < deadline:
             time.sleep(0.1)
         return found
 
-    def _connect(self, engines: tuple[EngineRecord, ...]) -> None:
-        """Make each source's group with the engines, one after the other: an engine joins one at a time."""
-        self._together(lambda: self._leave(engines))
-        self._engines, self._connections = engines, self._connections + 1
-        if self._is_source:
-            self._clients = [EngineClient(engine.url, self._session, control_timeout_s=self._sync.timeout_s, retries=1)
-                             for engine in engines]
-        for turn in range(self._turns):
-            self._together(self._join if self._is_source and turn == self._turn else _nothing)
+    def _newcomers(self) -> Found:
+        """On trainer 0: engines that answer and do not hold the present version."""
+        return self._answering(lambda engine: engine.key not in self._holders)
 
-    def _leave(self, staying: tuple[EngineRecord, ...]) -> None:
-        """Out of the old group, together with those of its engines that still are the same processes."""
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close({engine.url for engine in self._engines if engine in staying})
+    def _answering(self, wanted: Callable[[EngineRecord], bool]) -> Found:
+        """Nobody is asked to join a group with an engine that is dead, or hangs: it would wait for its timeout."""
+        if self._fleet is None:
+            return [], {}
+        engines = [engine for engine in self._fleet.engines() if engine.key not in self._condemned and wanted(engine)]
+        held = {}
+        for engine, answer in zip(engines, self._crew.ask(engines, EngineClient.model_info), strict=True):
+            if isinstance(answer, EngineError):
+                self._condemn(engine, str(answer))
+            else:
+                held[engine.key] = answer.weight_version
+        return [engine for engine in engines if engine.key in held], held
 
-    def _join(self) -> None:
-        self._transport = Broadcast(
-            self._clients, self._loop, name=f"megarl-{self._generation}-{self._connections}-source{self._turn}",
-            address=self._address, ranks_per_engine=self._ranks_per_engine, on_cpu=self._on_cpu,
-            timeout_s=self._sync.timeout_s)
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return iter_hf_tensors(self._chunks, self._hf)
 
-    def _send(self) -> tuple[int, int] | None:
-        """This pipeline rank's turn; on its source the numbers of tensors and bytes that were sent."""
-        tensors = iter_hf_tensors(self._chunks, self._hf)
-        if not self._is_source:
-            _run_out(tensors)
-            return None
-        count = size = 0
-        self._sums = {}
-        try:
-            for bucket in fill(self._summed(tensors), self._sync.bucket_mb << 20, self._transport.device):
-                self._transport.push(bucket)
-                count, size = count + len(bucket.names), size + bucket.bytes
-            self._transport.finish()
-        except Exception:
-            _run_out(tensors)  # the other ranks of the stage must not wait for this one in gathering
-            raise
-        return count, size
+    def _snapshot(self) -> Tensors:
+        """The tensors as they are now, copied to host memory on the source; elsewhere none."""
+        for name, tensor in self._gathered():
+            if tensor is not None:
+                spare = self._spare.get(name)
+                if spare is None or spare.shape != tensor.shape:
+                    spare = self._spare[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                spare.copy_(tensor)
+        return lambda: iter(self._spare.items())
 
-    def _summed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _summed(self, tensors: Iterator[tuple[str, torch.Tensor | None]],
+                ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The same tensors; their checksums are kept if they are to be verified."""
+        verified = self._config.sync.verify and self._config.rollout.engine == "embedded"
         for name, tensor in tensors:
-            if self._sync.verify:
+            if verified and tensor is not None and name not in self._sums:
                 self._sums[name] = tensor_checksum(tensor)
             yield name, tensor
-
-    def _verify(self) -> None:
-        """Compare every tensor's checksum on every engine with the one that its source computed."""
-        sums: list[dict[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(sums, self._sums)
-        sent = {name: value for part in sums for name, value in part.items()}
-
-        async def check(client: EngineClient) -> None:
-            held = (await client.checksums())["checksums"]
-            wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
-            if wrong:
-                raise EngineError(f"{client.url}: {len(wrong)} of {len(sent)} tensors differ from what was sent: "
-                                  + ", ".join(wrong[:5]) + (" ..." if len(wrong) > 5 else ""))
-
-        self._tell(check, "verify the weights")
-
-    def _tell(self, call: Callable[[EngineClient], Coroutine[Any, Any, None]], what: str) -> None:
-        """Trainer 0 makes this call to every engine at once; all trainers learn how it went."""
-        everyone = f"have all engines {what}"
-        self._together((lambda: self._loop.run(all_well([call(client) for client in self._clients], everyone)))
-                       if dist.get_rank() == 0 else _nothing)
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """Do this rank's part of a phase; return when all trainers have done theirs, raise if one of them failed."""
-        failure, result = None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        failed = torch.tensor([failure is not None], dtype=torch.int32, device=device.current())
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if failed:
-            reasons: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(reasons, failure and str(failure))
-            raise failure or MachineFault("; ".join(reason for reason in reasons if reason))
-        return result
-
-    def _give_up(self, version: str, engines: tuple[EngineRecord, ...], why: str) -> None:
-        """Forget the groups; hand engines whose weights are half old, half new to their supervisors."""
-        if self._transport is not None:
-            self._transport.abandon()
-        self._transport, self._engines = None, ()
-        if self._fleet is not None and self._begun:
-            self._fleet.mark_synced(version, ())
-            for engine in engines:
-                self._fleet.condemn(engine, f"its weight update was cut short: {why}")
-
-
-async def _open() -> aiohttp.ClientSession:
-    return open_session()
-
-
-def _nothing() -> None:
-    """A rank's part of a phase in which it has none."""
-
-
-def _run_out(iterator: Iterator[Any]) -> None:
-    for _ in iterator:
-        pass

@@ -52,6 +52,7 @@ class Server:
             Route("/update_weights_from_distributed", self._from_distributed, methods=post),
             Route("/end_weight_update", self._end, methods=post),
             Route("/update_weights_from_disk", self._from_disk, methods=post),
+            Route("/update_weights_from_delta", self._from_delta, methods=post),
             Route("/update_weight_version", self._version, methods=post),
             Route("/weights_checker", self._checker, methods=post)]
         return Starlette(routes=routes, exception_handlers={BadRequest: _bad_request, HTTPException: _http_error})
@@ -148,6 +149,12 @@ class Server:
             flush=bool(body.get("flush_cache", True)), abort_all=bool(body.get("abort_all_requests")),
             version=_version_of(body), num_paused_requests=0)
         return response
+
+    async def _from_delta(self, request: Request) -> Response:
+        """megarl's own: the body is a message of `megarl.sync.delta`."""
+        message = await request.body()
+        return await self._change(lambda updater: updater.patch(message, self._engine.state()["weight_version"]),
+                                  "Succeeded to change weights.")
 
     async def _version(self, request: Request) -> Response:
         """As in SGLang, `abort_all_requests` is true unless the request says otherwise."""

@@ -1,4 +1,4 @@
-"""New weights for a running engine: over process groups or from disk, all of them or not serving."""
+"""New weights for a running engine: over process groups, from disk or as changes, all of them or not serving."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.errors import UserMistake
 from megarl.model.hf_config import HFConfig
 from megarl.rollout.embedded.weights import Weights
+from megarl.sync import delta
 
 
 class UpdateRefused(Exception):
@@ -26,13 +27,15 @@ class WeightUpdater:
 
     Attributes:
         open: between begin and end.
-        torn: weights were overwritten in part, or a load failed: the engine must not serve until a whole update.
+        torn: weights were overwritten in part, or a load failed: the engine must not serve until a whole update. Any
+            tensor that is written sets it, the end of an update that brought them all clears it.
     """
 
     def __init__(self, weights: Weights, timeout_s: float) -> None:
         self._weights, self._timeout = weights, timedelta(seconds=timeout_s)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._missing: set[str] = set()
+        self._may_patch = False
         self.open = False
         self.torn = False
 
@@ -75,7 +78,7 @@ class WeightUpdater:
         """Open an update: from here to `end` the engine does not serve."""
         if self.open:
             raise UpdateRefused("A weight update is already open.")
-        self.open, self._missing = True, set(self._weights.views)
+        self.open, self._missing, self._may_patch = True, set(self._weights.views), not self.torn
 
     def end(self) -> None:
         """Close the update. Every tensor must have come, or none at all.
@@ -121,9 +124,39 @@ class WeightUpdater:
         problems = [self._weights.problem(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True)]
         if any(problems):
             raise UpdateRefused("; ".join(problem for problem in problems if problem)[:500])
+        self.torn = True
         for name, tensor in zip(names, tensors, strict=True):
             self._weights.load(name, tensor)
             self._missing.discard(name)
+
+    def patch(self, message: bytes, held: str) -> None:
+        """Apply a message of changed tensors (`megarl.sync.delta`).
+
+        Args:
+            message: as it came.
+            held: name of the weights that the engine has.
+        Raises:
+            UpdateRefused: no update is open, a damaged message, changes against other weights than `held` or against
+                weights that are not one whole version, or a tensor that does not fit.
+        """
+        if not self.open:
+            raise UpdateRefused("Weight updates must run between begin_weight_update() and end_weight_update().")
+        try:
+            base, changes = delta.read_message(message)
+            if base is not None and (base != held or not self._may_patch):
+                raise UpdateRefused(f"what changed since {base} does not fit {held}"
+                                    + ("" if self._may_patch else ", of which parts were overwritten"))
+            for change in changes:
+                if problem := self._weights.problem(change.name, change.shape):
+                    raise UpdateRefused(problem)
+                if change.kind == "sparse" and change.name not in self._missing:
+                    raise UpdateRefused(f"what changed of {change.name} came twice")
+                self.torn = True
+                if not self._weights.is_tied_head(change.name):
+                    delta.apply(change, self._weights.views[change.name])
+                self._missing.discard(change.name)
+        except ValueError as error:
+            raise UpdateRefused(str(error)) from error
 
     def _receive_each(self, types: list[torch.dtype], shapes: list[list[int]], group: str) -> list[torch.Tensor]:
         """One broadcast per tensor."""
