@@ -160,7 +160,7 @@ class Environments:
     async def _terms(self, played: list[_Played], report: ScoreReport) -> ScoreReport:
         """Add what reward terms give for each episode's last reply, scored once for all its samples."""
         good = [one for one in played if one.failed is None]
-        asked = [replace(one.samples[-1], text=one.answer, reward_terms={}) for one in good]
+        asked = [replace(one.samples[-1], text=one.answer, reward=None, reward_terms={}) for one in good]
         scored = await self._score(asked)
         for one, answer in zip(good, asked, strict=True):
             if answer.reward is None:

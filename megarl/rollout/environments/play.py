@@ -67,18 +67,26 @@ async def play(bound: Bound, episode: Episode, task: Task, client: Client) -> st
     work = asyncio.ensure_future(run)
     try:
         await _until(work, episode, bound.config.timeout_s)
+        late = not work.done()
     finally:
         episode.ended = True
-        if not work.done():
-            work.cancel()
-            await asyncio.wait({work}, timeout=CLOSE_S)
-            if not work.done():
-                log.warning("environment %s goes on although it was cancelled", bound.config.name)
+        await _end(work, bound.config.name)
     if episode.fault is not None:
         raise episode.fault
-    if work.cancelled():
+    if late:
         raise Failed("timeout", f"no end within {bound.config.timeout_s:g} s, after {len(episode.turns)} turns")
     return work.result()
+
+
+async def _end(work: asyncio.Future[str], name: str) -> None:
+    """Have the work ended; code that takes no notice is left alone."""
+    if not work.done():
+        work.cancel()
+        await asyncio.wait({work}, timeout=CLOSE_S)
+        if not work.done():
+            log.warning("environment %s goes on although it was cancelled", name)
+    if work.done() and not work.cancelled():
+        work.exception()  # else asyncio would complain that nobody looked at it
 
 
 async def _until(work: asyncio.Future[str], episode: Episode, timeout_s: float) -> None:
@@ -178,10 +186,9 @@ def number(value: Any) -> float:
 
 
 def _step(result: Any) -> Step:
-    try:
-        return Step(*result)
-    except TypeError as error:
-        raise Failed("error", f"step gave {result!r:.80}, not (observation, reward, done)") from error
+    if not isinstance(result, tuple) or len(result) != len(Step._fields):
+        raise Failed("error", f"step gave {result!r:.80}, not (observation, reward, done)")
+    return Step(*result)
 
 
 def _messages(observation: Any, role: str, calls: Sequence[Any]) -> list[Message]:

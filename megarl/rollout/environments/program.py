@@ -42,6 +42,7 @@ async def run(client: Client, task: Task, *, command: list[str], give_label: boo
         output, errors = await process.communicate(json.dumps(told, default=str).encode())
     finally:
         _end(process)
+        await process.wait()
     if process.returncode:
         raise RuntimeError(f"{command[0]} ended with {process.returncode}: "
                            f"{errors.decode(errors='replace').strip()[-TAIL:]}")
