@@ -49,7 +49,7 @@ def check(config: Config, origin: Origin | None = None, environ: Mapping[str, st
     """
     origin = origin or Origin()
     found: list[UserMistake] = []
-    for rule in (_rollout, _reward, _objective, _batch, _names, _evaluation, _paths):
+    for rule in (_rollout, _sync, _reward, _objective, _batch, _names, _evaluation, _paths):
         found.extend(rule(config))
     found.extend(_partitions(config, environ))
     found.extend(options.check_megatron(config.megatron))
@@ -116,6 +116,27 @@ def _rollout(config: Config) -> Iterator[UserMistake]:
                           "rollout.samples_per_prompt", "use 2 or more")
     if "" in rollout.stop:
         yield UserMistake("an empty stop string ends every response at once", "rollout.stop", "leave it out")
+
+
+def _sync(config: Config) -> Iterator[UserMistake]:
+    sync, rollout, sglang = config.sync, config.rollout, config.rollout.engine == "sglang"
+    if sync.overlap and not rollout.max_lag:
+        yield UserMistake("with rollout.max_lag 0 the next samples wait for the new weights: there is nothing to "
+                          "overlap with", "sync.overlap", "set it to false, or rollout.max_lag to 1 or more")
+    if sync.directory and sync.transport != "disk":
+        yield UserMistake(f"{sync.transport} writes no files", "sync.directory",
+                          "remove it, or set sync.transport: disk")
+    if sglang and sync.transport == "delta":
+        yield UserMistake("SGLang takes whole tensors only, and nearly every tensor changes in a step",
+                          "sync.transport", "use broadcast, or disk where engines are not in the trainers' network")
+    if sglang and sync.transport == "broadcast" and config.sglang.get("pp_size", 1) != 1:
+        yield UserMistake("a broadcast reaches tensor-parallel ranks; an engine of several pipeline stages would take "
+                          "weights wrongly", "sglang.pp_size",
+                          "use 1 and raise sglang.tp_size, or sync.transport: disk")
+    engines = config.cluster.rollouts * rollout.engines_per_rank + len(rollout.urls)
+    if sglang and sync.verify and engines == 1:
+        yield UserMistake("SGLang's checksums are of its own fused tensors: engines are compared with each other, and "
+                          "there is only one", "sync.verify", "set it to false")
 
 
 def _reward(config: Config) -> Iterator[UserMistake]:

@@ -157,15 +157,9 @@ def check(config: Config, notes: list[str]) -> Iterator[UserMistake]:
 def _sizes(config: Config) -> Iterator[UserMistake]:
     """What SGLang could do and megarl's weight updates could not."""
     sizes = config.sglang
-    if sizes.get("pp_size", 1) != 1:
-        yield UserMistake("weights are sent to tensor-parallel ranks; an engine of several pipeline stages would take "
-                          "them wrongly", "sglang.pp_size", "use 1 and raise sglang.tp_size")
     if sizes.get("dp_size", 1) != 1 and not sizes.get("enable_dp_attention"):
         yield UserMistake("SGLang refuses weight updates of an engine with replicas", "sglang.dp_size",
                           "use 1 and raise rollout.engines_per_rank, or set sglang.attn_dp_size for attention")
-    if config.sync.verify:
-        yield UserMistake("SGLang's checksums are of its own fused tensors and cannot be compared", "sync.verify",
-                          "set it to false, or use rollout.engine: embedded")
 
 
 def server_arguments(fields: Sequence[str], server_args: str) -> dict[str, Any]:

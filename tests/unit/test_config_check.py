@@ -90,6 +90,11 @@ def test_the_good_config_is_good(folder: Path) -> None:
     ({"rollout.on_update": "abort", "rollout.stop": ["x"]},
      "rollout.on_update: a stop string may lie across the place where an aborted answer is continued, and would not be "
      "seen; use retract, or stop at tokens (rollout.stop_token_ids)"),
+    ({"sync.overlap": True},
+     "sync.overlap: with rollout.max_lag 0 the next samples wait for the new weights: there is nothing to overlap "
+     "with; set it to false, or rollout.max_lag to 1 or more"),
+    ({"sync.directory": "/shared"},
+     "sync.directory: broadcast writes no files; remove it, or set sync.transport: disk"),
     ({"rollout.samples_per_prompt": 1},
      "rollout.samples_per_prompt: 1 sample a group: an advantage is relative to the group's mean, so all would be 0; "
      "use 2 or more"),

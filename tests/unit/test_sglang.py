@@ -248,8 +248,8 @@ def test_good_options_pass_and_another_version_is_noted(folder, tmp_path):
     ({"host": "0.0.0.0"}, "sglang.host: cannot be set here; megarl chooses it"),
     ({"nnodes": 2}, "sglang.nnodes: cannot be set here; set rollout.gpus_per_rank; it follows from that"),
     ({"api_key": "x"}, "sglang.api_key: cannot be set here; set MEGARL_API_KEY and MEGARL_ADMIN_KEY, or neither"),
-    ({"pp_size": 2}, "sglang.pp_size: weights are sent to tensor-parallel ranks; an engine of several pipeline stages "
-                     "would take them wrongly; use 1 and raise sglang.tp_size"),
+    ({"pp_size": 2}, "sglang.pp_size: a broadcast reaches tensor-parallel ranks; an engine of several pipeline stages "
+                     "would take weights wrongly; use 1 and raise sglang.tp_size, or sync.transport: disk"),
     ({"dp_size": 2}, "sglang.dp_size: SGLang refuses weight updates of an engine with replicas; use 1 and raise "
                      "rollout.engines_per_rank, or set sglang.attn_dp_size for attention"),
 ])
@@ -257,9 +257,15 @@ def test_wrong_options(folder, tmp_path, options, words):
     assert told(folder, make_sglang(tmp_path), options) == [words]
 
 
-def test_checksums_cannot_be_compared(folder, tmp_path):
-    (line,) = told(folder, make_sglang(tmp_path), sync={"verify": True})
+def test_weights_and_sglang(folder, tmp_path):
+    interpreter = make_sglang(tmp_path)
+    assert told(folder, interpreter, {"pp_size": 2}, sync={"transport": "disk"}) == []
+    assert told(folder, interpreter, sync={"transport": "delta"}) == [
+        "sync.transport: SGLang takes whole tensors only, and nearly every tensor changes in a step; use broadcast, or "
+        "disk where engines are not in the trainers' network"]
+    (line,) = told(folder, interpreter, sync={"verify": True})
     assert line.startswith("sync.verify: SGLang's checksums are of its own fused tensors")
+    assert told(folder, interpreter, sync={"verify": True}, rollout={"engines_per_rank": 2}) == []
 
 
 def test_an_environment_that_will_not_do(folder, tmp_path):
