@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -30,6 +31,7 @@ __all__ = ["Balancer", "EngineRecord", "Fleet", "Registrar"]
 TRAINERS_LEASE = "trainers"
 URL = "url"  # stands for a rollout rank in the ids and the lease of engines that others started
 POLL_S = 0.2
+TIMEOUTS_MOST = 3
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Fleet:
         self._leases = {name: LeaseWatch() for name in [*map(str, range(rollouts)), *([URL] if urls else [])]}
         self._read = _Reader(self._store)
         self._read_at, self._records = float("-inf"), []
+        self._timeouts: Counter[tuple[str, int]] = Counter()
 
     @classmethod
     def from_config(cls, config: Config, store: Store, keys: Keys = NO_KEYS) -> Fleet:
@@ -169,6 +172,17 @@ class Fleet:
         first = engine.split(".")[0]
         ranks = [first] if first == URL else map(str, range(int(first), int(first) + self._nodes))
         return next((rank for rank in ranks if self._leases[rank].quiet_s >= self._lease_timeout_s), None)
+
+    def answered(self, record: EngineRecord) -> None:
+        """A request came back from this engine."""
+        self._timeouts.pop(record.key, None)
+
+    def timed_out(self, record: EngineRecord, why: str) -> None:
+        """A request did not come back in time. After `TIMEOUTS_MOST` of them with no answer in between the engine is
+        condemned: a server may say that it is healthy while its scheduler hangs."""
+        self._timeouts[record.key] += 1
+        if self._timeouts[record.key] == TIMEOUTS_MOST:
+            self.condemn(record, f"{TIMEOUTS_MOST} requests in a row got no answer, the last one: {why}")
 
     def wait_ready(self, timeout_s: float, progress: Callable[[int, int], None] | None = None) -> list[EngineRecord]:
         """Wait until every engine of the run is up.

@@ -161,11 +161,14 @@ class Issuer:
                 work.counts[f"failed/{error.reason}"] += 1
                 log.warning("request %s, attempt %d of %d: %s", name, attempt + 1, self._rollout.retries + 1, error)
                 avoid.add(engine.key)
+                if isinstance(error, EngineTimeout):
+                    self._fleet.timed_out(engine, str(error))
                 continue
             finally:
                 self._balancer.give_back(engine, work.sampling.n)
             work.counts["request_seconds"] += time.monotonic() - begun
             work.counts[f"engine/{engine.id}"] += 1
+            self._fleet.answered(engine)
             return completions
         return None
 

@@ -152,6 +152,20 @@ def test_an_engine_without_current_weights_gets_no_request():
         assert len(engines[0].requests) == 2
 
 
+def test_an_engine_that_answers_no_request_is_condemned_though_it_is_healthy():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with Stage(engines, config=make_config(rollout={"request_timeout_s": 0.2})) as stage:
+        for call in (stage.fleet.timed_out, stage.fleet.timed_out, lambda record, _: stage.fleet.answered(record)) * 2:
+            call(stage.records[0], "")
+        assert stage.registrars[0].condemned("0.0") == (0, "")  # it answered in between
+        engines[0].order("hang")
+        for step in range(3):
+            stage.collect(step)
+        incarnation, why = stage.registrars[0].condemned("0.0")
+        assert incarnation == 1 and "3 requests in a row got no answer, the last one: " in why and "0.2 s" in why
+        assert stage.registrars[1].condemned("1.0") == (0, "")
+
+
 def test_no_engine_left_is_a_clear_fault_in_time():
     engines = [ScriptedEngine(), ScriptedEngine()]
     with Stage(engines) as stage:
