@@ -3,8 +3,10 @@
 `python -m megarl.launch [--check] CONFIG [key.path=value ...]`. Config and packages are checked before any process
 starts; with --check that is all. One node: the number of ranks follows from the config. Several: run this on each node
 with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set, and NPROC_PER_NODE where the nodes differ: node 0 takes the
-first ranks, which are trainers, and no node may get more trainers than it has GPUs. torchrun's own output and each
-rank's go to files below `run.dir`/logs; only rank 0's stdout is shown.
+first ranks, which are trainers, and no node may get more trainers than it has GPUs. Trainers and rollout ranks can be
+started apart, with MEGARL_PARTITION (see `cluster.nodes`). torchrun's own output and each rank's go to files below
+`run.dir`/logs; only the stdout of the world's first rank is shown. MEGARL_PROGRAM names a module to run in place of
+megarl.train.
 """
 
 from __future__ import annotations
@@ -17,111 +19,35 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from megarl import versions
+from megarl.cluster.nodes import Node, divide
 from megarl.config.check import load_checked
-from megarl.config.schema import ClusterConfig
-from megarl.errors import EXIT_FAULT, EXIT_MISTAKE, MegarlError, UserMistake, run_main
+from megarl.errors import EXIT_FAULT, EXIT_MISTAKE, MachineFault, MegarlError, UserMistake, run_main
 
 GRACE_S = 10  # between SIGTERM and SIGKILL of the ranks
-_MODULE = "megarl.train"
+BEAT_S = 5.0  # between this node's signs of life
+LOCK_S = 120.0  # a file server may keep the lock of a node that has lost its power for its lease, mostly 90 s
 
 
-@dataclass(frozen=True)
-class Node:
-    """This node's part of the world.
-
-    Attributes:
-        count, rank: number of nodes, and of this one among them.
-        processes: ranks started here.
-        address, port: where node 0's rendezvous listens.
-    """
-
-    count: int
-    rank: int
-    processes: int
-    address: str
-    port: int
-
-    @classmethod
-    def from_env(cls, cluster: ClusterConfig) -> Node:
-        """Read NNODES, NODE_RANK, NPROC_PER_NODE (a number, or one for each node: 8,8,4), MASTER_ADDR, MASTER_PORT.
-
-        Raises:
-            UserMistake: a value is missing, no number, or does not fit the config; or the port is in use.
-        """
-        count, rank = _number("NNODES", 1, low=1), _number("NODE_RANK", 0)
-        total = cluster.trainers + cluster.rollouts
-        if rank >= count:
-            raise UserMistake(f"{rank} is not below NNODES ({count})", "NODE_RANK", "number the nodes from 0")
-        if count > 1 and "MASTER_ADDR" not in os.environ:
-            raise UserMistake(f"must be set for {count} nodes", "MASTER_ADDR", "give node 0's address")
-        shares = os.environ.get("NPROC_PER_NODE", "").split(",")
-        if shares == [""] and total % count:
-            raise UserMistake(f"{count} nodes do not divide the {total} ranks (cluster.trainers + cluster.rollouts)",
-                              "NNODES", "change one of them, or set NPROC_PER_NODE to a number for each node: 8,8,4")
-        processes = total // count
-        if shares != [""]:
-            numbers = [_whole("NPROC_PER_NODE", share, low=1) for share in shares]
-            if len(numbers) > 1 and (len(numbers), sum(numbers)) != (count, total):
-                raise UserMistake(f"{','.join(shares)} is not {total} ranks (cluster.trainers + cluster.rollouts) on "
-                                  f"{count} nodes", "NPROC_PER_NODE", "give one number for each node")
-            processes = numbers[rank if len(numbers) > 1 else 0]
-        if count == 1 and processes != total:
-            raise UserMistake(f"{processes} is not cluster.trainers + cluster.rollouts = {total}", "NPROC_PER_NODE",
-                              "leave it unset on one node")
-        port = _number("MASTER_PORT", 29500 if count > 1 else _free_port(), low=1)
-        if rank == 0 and not _is_free(port):
-            raise UserMistake(f"port {port} is in use on this node", "MASTER_PORT",
-                              "end the process that listens there, or set another port on every node")
-        return cls(count, rank, processes, os.environ.get("MASTER_ADDR", "127.0.0.1"), port)
-
-    def command(self, logs: Path, arguments: list[str]) -> list[str]:
-        """The torchrun command line. Restarts are left to whoever started this launcher."""
-        redirects = "3"  # stdout and stderr of every rank to files
-        if self.rank == 0 and self.processes <= 10:  # torchrun takes one digit a rank here
-            redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(self.processes))
-        elif self.rank == 0:
-            redirects = "2"
-        return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.count}",
-                f"--nproc-per-node={self.processes}", f"--node-rank={self.rank}", f"--master-addr={self.address}",
-                f"--master-port={self.port}", "--max-restarts=0",
-                f"--log-dir={logs}", f"--redirects={redirects}", "-m", _MODULE, *arguments]
-
-
-def _number(name: str, default: int, low: int = 0) -> int:
-    return _whole(name, os.environ.get(name, str(default)), low)
-
-
-def _whole(name: str, text: str, low: int) -> int:
-    if not text.isdigit() or int(text) < low:
-        raise UserMistake(f"{text!r} is not a whole number of at least {low}", name)
-    return int(text)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest is not in the way
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+def torchrun_command(node: Node, logs: Path, arguments: list[str]) -> list[str]:
+    """The torchrun command line. Restarts are left to whoever started this launcher."""
+    redirects = "3"  # stdout and stderr of every rank to files
+    if node.rank == 0 and node.processes <= 10:  # torchrun takes one digit a rank here
+        redirects = ",".join(f"{rank}:{3 if rank else 2}" for rank in range(node.processes))
+    elif node.rank == 0:
+        redirects = "2"
+    return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={node.count}",
+            f"--nproc-per-node={node.processes}", f"--node-rank={node.rank}", f"--master-addr={node.address}",
+            f"--master-port={node.port}", f"--rdzv-id={node.life or 'none'}", "--max-restarts=0", f"--log-dir={logs}",
+            f"--redirects={redirects}", "-m", os.environ.get("MEGARL_PROGRAM", "megarl.train"), *arguments]
 
 
 class RanksFailed(MegarlError):
@@ -142,6 +68,8 @@ def launch(argv: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="launch/torchrun.sh", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="check config and packages, start nothing")
+    parser.add_argument("--nodes", type=int, help="with --check: how many there are; tells what each is for")
+    parser.add_argument("--gpus", type=int, default=0, help="with --nodes: of each node")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     arguments = parser.parse_args(argv)
@@ -150,31 +78,34 @@ def launch(argv: list[str]) -> None:
     run_dir = Path(config.run.dir).absolute()
     told = "\n".join([*(f"note: {note}" for note in report.notes), f"run directory: {run_dir}"])
     if arguments.check:
-        print(report.summary, told, sep="\n")
+        division = divide(config, arguments.nodes, arguments.gpus).lines() if arguments.nodes else []
+        print(report.summary, told, *division, sep="\n")
         return
     node = Node.from_env(config.cluster)
-    logs = run_dir / "logs" / f"node{node.rank}"
+    logs = run_dir / "logs" / node.life / node.name
     logs.mkdir(parents=True, exist_ok=True)
-    lock = _lock(run_dir) if node.rank == 0 else None
-    if node.rank == 0:
-        (run_dir / "exit.json").unlink(missing_ok=True)  # of an earlier life
+    # a rollout rank's end is no failure of the run: its cause is left with its logs
+    told_in = logs if node.partition == "rollouts" else run_dir
+    lock = _lock(run_dir, LOCK_S if node.life else 0.0) if node.leads else None
+    if node.leads or told_in is logs:
+        (told_in / "exit.json").unlink(missing_ok=True)  # of an earlier life
+    if node.leads:
         print(told, flush=True)
-    environment = {**os.environ, "MEGARL_RUN_DIR": str(run_dir), "PYTHONUNBUFFERED": "1",
+    environment = {**os.environ, **node.environment(), "MEGARL_RUN_DIR": str(told_in), "PYTHONUNBUFFERED": "1",
                    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S)}  # torch before 2.12 does not know it and waits 30 s
     try:
-        status = _run(node.command(logs, [arguments.config, *arguments.overrides]), environment, logs / "torchrun.log",
-                      lock)
+        status = _run(torchrun_command(node, logs, [arguments.config, *arguments.overrides]), environment, logs, lock)
     except KeyboardInterrupt:
-        (run_dir / "exit.json").unlink(missing_ok=True)  # what the ranks made of being ended is no fault
+        (told_in / "exit.json").unlink(missing_ok=True)  # what the ranks made of being ended is no fault
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
         raise
     if status:
-        raise _failure(run_dir, logs, node)
+        raise _failure(told_in, logs, node)
 
 
-def _failure(run_dir: Path, logs: Path, node: Node) -> RanksFailed:
+def _failure(told_in: Path, logs: Path, node: Node) -> RanksFailed:
     """What to tell: the cause left by the first rank that failed, else torchrun's last words."""
-    told = run_dir / "exit.json"
+    told = told_in / "exit.json"
     if told.exists():
         cause = json.loads(told.read_text())
         message, status = f"rank {cause['rank']}: {cause['message']}", cause["status"]
@@ -189,27 +120,34 @@ def _failure(run_dir: Path, logs: Path, node: Node) -> RanksFailed:
     return RanksFailed(message if status == EXIT_MISTAKE else f"{message}\n  logs: {logs}", status)
 
 
-def _lock(run_dir: Path) -> IO[str]:
+def _lock(run_dir: Path, patience_s: float) -> IO[str]:
     """Have the run directory for this run alone, as long as the file is open here or in a child that inherits it.
 
     Raises:
         UserMistake: another run is using it, or what is left of one whose launcher was killed.
+        MachineFault: the same, after a batch script's launcher has waited for `patience_s`.
     """
-    file = (run_dir / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserMistake(f"another run is using {run_dir}", "run.dir",
-                          "wait for it, end its torchrun, or use another directory") from None
-    return file
+    file, begun = (run_dir / ".lock").open("w"), time.monotonic()
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if not patience_s:
+                raise UserMistake(f"another run is using {run_dir}", "run.dir",
+                                  "wait for it, end its torchrun, or use another directory") from None
+            if time.monotonic() - begun > patience_s:
+                raise MachineFault(f"another run is using {run_dir} after {patience_s:.0f} s") from None
+            time.sleep(1.0)
 
 
-def _run(command: list[str], environment: dict[str, str], log: Path, lock: IO[str] | None) -> int:
+def _run(command: list[str], environment: dict[str, str], logs: Path, lock: IO[str] | None) -> int:
     """Run torchrun until it ends; leaves no process behind, also when a signal ends it.
 
     torchrun inherits the lock on the run directory: if this process is killed, what it leaves running keeps it.
 
     torchrun gets a session of its own: a terminal's Ctrl-C reaches only this process, which then ends it by SIGTERM.
+    While it runs, `logs`/alive counts up, so that a batch script sees within seconds that a node is gone.
     """
     signals: list[int] = []
 
@@ -219,12 +157,16 @@ def _run(command: list[str], environment: dict[str, str], log: Path, lock: IO[st
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     mark = f"MEGARL_LAUNCH={uuid.uuid4()}"
     try:
-        with log.open("w") as file:
+        with (logs / "torchrun.log").open("w") as file:
             process = subprocess.Popen(command, env=environment | dict([mark.split("=")]), stdin=subprocess.DEVNULL,
                                        stderr=file, start_new_session=True,
                                        pass_fds=[lock.fileno()] if lock else [])
-        deadline = math.inf
+        deadline, begun, beats = math.inf, time.monotonic(), 0
         while process.poll() is None:
+            if time.monotonic() - begun >= beats * BEAT_S:
+                beats += 1
+                with contextlib.suppress(OSError):  # a full disk is the run's to tell
+                    (logs / "alive").write_text(f"{beats}\n")
             if signals and deadline == math.inf:
                 process.terminate()
                 deadline = time.monotonic() + GRACE_S + 5

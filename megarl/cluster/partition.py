@@ -1,10 +1,11 @@
-"""The world cut in two by rank: trainers first, then rollout ranks. A rank's role follows from its number alone."""
+"""The ranks cut in two: trainers first, then rollout ranks. A rank's role follows from its number alone."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
+from megarl.cluster.nodes import CONTROL, FIRST_RANK
 from megarl.config.schema import ClusterConfig
 from megarl.errors import UserMistake
 
@@ -29,21 +30,28 @@ class Partition:
     def from_env(cls, cluster: ClusterConfig) -> Partition:
         """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them, or Slurm's task numbers under a plain srun.
 
+        Where the partitions are started apart, torchrun's numbers are of a world of trainers only, or of some rollout
+        ranks; the launcher says where that world begins.
+
         Raises:
-            UserMistake: the variables are missing, or the world is not trainers + rollouts.
+            UserMistake: the variables are missing, or the world is not that of the config.
         """
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
         world = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS"))
         if rank is None or world is None:
             raise UserMistake("RANK and WORLD_SIZE are not set", "environment",
                               "start with launch/torchrun.sh, torchrun or srun")
-        need = cluster.trainers + cluster.rollouts
-        if int(world) != need:
+        need, local = cluster.trainers + cluster.rollouts, os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+        first = int(os.environ.get(FIRST_RANK, "0"))
+        if CONTROL in os.environ and (first + int(world) > need if first else int(world) != cluster.trainers):
+            raise UserMistake(f"a world of {world} ranks from rank {first} on is none of cluster.trainers "
+                              f"{cluster.trainers} and cluster.rollouts {cluster.rollouts}", "cluster",
+                              "start both partitions with the same config")
+        if CONTROL not in os.environ and int(world) != need:
             raise UserMistake(
                 f"the world has {world} ranks, but cluster.trainers {cluster.trainers} + cluster.rollouts "
                 f"{cluster.rollouts} = {need}", "cluster", f"start {need} ranks, or change the two keys")
-        local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-        return cls(int(rank), int(world), int(local), cluster.trainers, cluster.rollouts)
+        return cls(first + int(rank), need, int(local or 0), cluster.trainers, cluster.rollouts)
 
     @property
     def is_trainer(self) -> bool:

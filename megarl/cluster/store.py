@@ -12,11 +12,13 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from megarl.cluster.keys import NO_KEYS, Keys
+from megarl.cluster.nodes import CONTROL, LIFE
 from megarl.cluster.partition import Partition
 from megarl.config.schema import ClusterConfig
 from megarl.errors import MachineFault, UserMistake
@@ -28,7 +30,7 @@ class Control:
 
     Attributes:
         store: control store, keys already under the generation.
-        generation: unique name of this life of the job: `<job>.<restart>.<token>`; no colon in it.
+        generation: unique name of this life of the job: its name, for logs, and a token; no colon in it.
         address: the address under which other hosts reach this one.
         keys: of the engines' servers, the same on all ranks.
     """
@@ -41,36 +43,53 @@ class Control:
 
 
 def connect(partition: Partition, cluster: ClusterConfig) -> Control:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT and agree on the control store and the generation.
+    """Meet the other ranks and agree on the control store and the generation.
 
-    torchrun's agent (or rank 0, where there is none) serves that first meeting; the control store itself is hosted by
-    trainer 0 (`cluster.store: auto`) or is one that outlives the job (`host:port`).
+    The first meeting is at MASTER_ADDR:MASTER_PORT, where torchrun's agent serves (or rank 0, where there is none).
+    Partitions that are started apart meet at the control store itself. It is hosted by trainer 0 (`cluster.store:
+    auto`), or is one that outlives the job (`host:port`).
 
     Raises:
         UserMistake: cluster.store is neither auto nor host:port; a key in the environment cannot be one.
         MachineFault: the ranks did not meet within cluster.start_timeout_s.
     """
     timeout = datetime.timedelta(seconds=cluster.start_timeout_s)
+    place = os.environ.get(CONTROL, "") if cluster.store == "auto" else cluster.store
     try:
-        meeting, _, _ = next(dist.rendezvous("env://", partition.rank, partition.world, timeout=timeout))
-        one_host = int(os.environ.get("LOCAL_WORLD_SIZE", partition.world)) == partition.world
-        address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), one_host)
-        server, place = None, cluster.store
+        if CONTROL in os.environ:
+            host, port = _split(place)
+            address = own_address(host)
+            client = dist.TCPStore(host, port, is_master=partition.rank == 0 and cluster.store == "auto",
+                                   wait_for_workers=False, timeout=timeout)
+            meeting = dist.PrefixStore(f"meeting/{life(os.environ)}", client)  # an earlier life's ranks never meet here
+        else:
+            meeting, _, _ = next(dist.rendezvous("env://", partition.rank, partition.world, timeout=timeout))
+            one_host = int(os.environ.get("LOCAL_WORLD_SIZE", partition.world)) == partition.world
+            address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), one_host)
+            client = _control_store(meeting, partition.rank, address, place, timeout)
         if partition.rank == 0:
-            if place == "auto":
-                server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-                place = f"{address}:{server.port}"
             meeting.set("megarl/keys", (Keys.from_env(os.environ) or Keys.generate()).to_text())
-            meeting.set("megarl/generation", _new_generation())
-            meeting.set("megarl/control", place)
+            meeting.set("megarl/generation", f"{life(os.environ)}.{secrets.token_hex(3)}")
         generation = meeting.get("megarl/generation").decode()
         keys = Keys.from_text(meeting.get("megarl/keys").decode())
-        host, port = _split(meeting.get("megarl/control").decode())
-        client = server or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except dist.DistError as error:
         raise MachineFault(f"rank {partition.rank} could not meet the others within {cluster.start_timeout_s:.0f} s: "
                            f"{str(error).splitlines()[0]}") from error
     return Control(dist.PrefixStore(generation, client), generation, address, keys, (meeting, client))
+
+
+def _control_store(meeting: dist.Store, rank: int, address: str, place: str, timeout: datetime.timedelta
+                   ) -> dist.TCPStore:
+    """Where the first meeting was elsewhere: the store at `place`, or one on rank 0's host, which tells the others."""
+    if rank:
+        place = meeting.get("megarl/control").decode()
+    elif not place:
+        server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        meeting.set("megarl/control", f"{address}:{server.port}")
+        return server
+    else:
+        meeting.set("megarl/control", place)
+    return dist.TCPStore(*_split(place), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 class Meeting:
@@ -128,11 +147,10 @@ def _split(place: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _new_generation() -> str:
-    """`<job>.<restart>.<token>`: readable in logs, unique by the token."""
-    job = os.environ.get("SLURM_JOB_ID", "local")
-    restart = os.environ.get("SLURM_RESTART_COUNT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return f"{job}.{restart}.{secrets.token_hex(3)}"
+def life(environ: Mapping[str, str]) -> str:
+    """The name of this life of the job, `<job>.<restart>` or what the batch script calls it; the same on all ranks."""
+    restart = environ.get("SLURM_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return environ.get(LIFE) or f"{environ.get('SLURM_JOB_ID', 'local')}.{restart}"
 
 
 def farewell(control: Control, partition: Partition, timeout_s: float) -> None:

@@ -14,16 +14,15 @@ import pytest
 from good_config import write_good
 
 HERE = Path(__file__).parent
-LAUNCH = ("import sys; from megarl import launch; from megarl.errors import run_main; launch._MODULE = 'fake_ranks'; "
-          "sys.exit(run_main(launch.launch, sys.argv[1:]))")
 CHANGES = ["cluster.trainers=1", "parallel.expert=1"]
 
 
 def start(folder: Path, end: str, **environ: str) -> subprocess.Popen[str]:
     """The launcher on the good config with two ranks that end as `end` says."""
     path = str(folder / "config.yaml")
-    environ = {**os.environ, "FAKE_END": end, "PYTHONPATH": f"{HERE}:{HERE.parent.parent}", **environ}
-    return subprocess.Popen([sys.executable, "-c", LAUNCH, path, *CHANGES], env=environ, text=True,
+    environ = {**os.environ, "MEGARL_PROGRAM": "fake_ranks", "FAKE_END": end,
+               "PYTHONPATH": f"{HERE}:{HERE.parent.parent}", **environ}
+    return subprocess.Popen([sys.executable, "-m", "megarl.launch", path, *CHANGES], env=environ, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
