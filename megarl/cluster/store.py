@@ -160,7 +160,12 @@ def farewell(control: Control, partition: Partition, timeout_s: float) -> None:
         control, partition: this rank's.
         timeout_s: how long trainer 0 waits for the others; after it, it leaves all the same.
     """
-    left = control.store.add("left", 1)
+    try:
+        left = control.store.add("left", 1)
+    except dist.DistError:
+        if partition.is_trainer:
+            raise
+        return  # this rank was asked to stop, and took longer to than the trainers waited
     deadline = time.monotonic() + timeout_s
     while partition.rank == 0 and left < partition.world and time.monotonic() < deadline:
         time.sleep(0.05)
