@@ -243,7 +243,7 @@ def _layout(config: Config, layout: Layout, notes: list[str]) -> Iterator[UserMi
     known = Path(config.model.path).is_dir()  # else _paths has told
     if known and (hf := _collect(found, lambda: HFConfig.read(config.model.path))):
         _collect(found, lambda: check_model(
-            layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn or hf.ffn))
+            layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn or hf.ffn, beside=hf.beside_ffns))
         _collect(found, lambda: parts(hf, layout, config.parallel.layers_per_stage))
         if hf.kv_heads % layout.tensor:
             notes.append(f"parallel.tensor {layout.tensor} does not divide the model's {hf.kv_heads} key/value heads: "
@@ -286,6 +286,6 @@ def _summary(config: Config, layout: Layout) -> str:
     samples = data.prompts_per_step * rollout.samples_per_prompt
     tokens = samples * (data.max_prompt_tokens + rollout.max_response_tokens)
     updates = batch.minibatches * batch.epochs
-    return (f"{layout.describe()} + {config.cluster.rollouts} rollout | {_resolved(config).describe()} | "
+    return (f"{layout.describe()} + {engines.describe(config)} | {_resolved(config).describe()} | "
             f"{data.prompts_per_step} prompts x {rollout.samples_per_prompt} = {samples} samples, at most {tokens:,} "
             f"tokens and {updates} update{'s' if updates > 1 else ''} a step, {config.run.steps} steps")

@@ -29,6 +29,12 @@ def host_of(url: str) -> str:
     return _URL.fullmatch(url)[1].strip("[]")
 
 
+def describe(config: Config) -> str:
+    """`2 rollout + 1 url`."""
+    ranks, urls = config.cluster.rollouts, len(config.rollout.urls)
+    return " + ".join([*([f"{ranks} rollout"] if ranks else []), *([f"{urls} url{'s' * (urls > 1)}"] if urls else [])])
+
+
 def check(config: Config) -> Iterator[UserMistake]:
     """Mistakes in `rollout.urls`, `rollout.gpus_per_rank` and the numbers that go with them."""
     rollout, ranks = config.rollout, config.cluster.rollouts

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import os
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -17,21 +18,24 @@ import pytest
 import torch
 from good_config import _write_tokenizer
 from models import config_for, save_hf_model
-from rollout_parts import in_loop
+from rollout_parts import in_loop, make_config, new_store
 from supervised import Supervised, processes_with, until
 from worlds import run_world
 
+from megarl.cluster.keys import NO_KEYS, Keys
 from megarl.config.layout import Layout
 from megarl.config.sglang import installation
 from megarl.errors import MachineFault
 from megarl.rollout import sglang_cpu
 from megarl.rollout.client import EngineClient, EngineRefused
-from megarl.rollout.fleet import EngineRecord
+from megarl.rollout.external import ExternalEngines
+from megarl.rollout.fleet import EngineRecord, Fleet
 from megarl.rollout.process import engine_environment
 from megarl.rollout.protocol import Completion, GenerateRequest, Sampling
 
 PROMPTS, TOKENS, VOCABULARY = 100, 24, 99
 START_S = 240.0
+KEYS = Keys("key-to-sample", "key-to-change")
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +50,9 @@ def models(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, models, interpreter) -> Iterator[Supervised]:
-    """A supervisor with one SGLang, on the first model."""
+    """A supervisor with one SGLang, on the first model, that takes keys."""
     with Supervised(tmp_path_factory.mktemp("sglang"), options=None, model=str(models[0]), cluster={"device": "cpu"},
-                    rollout={"engine": "sglang", "sglang_python": interpreter}) as supervised:
+                    keys=KEYS, rollout={"engine": "sglang", "sglang_python": interpreter}) as supervised:
         begun = time.monotonic()
         supervised.fleet.wait_ready(START_S)
         print(f"SGLang was up after {time.monotonic() - begun:.0f} s")
@@ -67,14 +71,18 @@ def prompts(count: int) -> list[np.ndarray]:
     return [rng.integers(3, VOCABULARY, rng.integers(3, 40)).astype(np.int32) for _ in range(count)]
 
 
-def ask(url: str, ids: Sequence[np.ndarray], sampling: Sampling) -> list[list[Completion]]:
+def client(record: EngineRecord, session: Any) -> EngineClient:
+    return EngineClient(record.url, session, keys=record.keys)
+
+
+def ask(record: EngineRecord, ids: Sequence[np.ndarray], sampling: Sampling) -> list[list[Completion]]:
     """Completions of every prompt, 16 requests at a time."""
     async def all_of_them(session: Any) -> list[list[Completion]]:
-        client, gate = EngineClient(url, session), asyncio.Semaphore(16)
+        gate = asyncio.Semaphore(16)
 
         async def one(number: int) -> list[Completion]:
             async with gate:
-                return await client.generate(GenerateRequest(f"ask/{number}/", ids[number], sampling),
+                return await client(record, session).generate(GenerateRequest(f"ask/{number}/", ids[number], sampling),
                                              vocab_size=VOCABULARY)
 
         return await asyncio.gather(*map(one, range(len(ids))))
@@ -94,10 +102,10 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def gap(folder: Path, url: str, temperature: float = 0.7) -> float:
+def gap(folder: Path, record: EngineRecord, temperature: float = 0.7) -> float:
     """Largest difference of an engine's log-probs of sampled tokens from transformers' with a folder's weights."""
     model, worst, ids = load(folder), 0.0, prompts(8)
-    for prompt, completions in zip(ids, ask(url, ids, Sampling(TOKENS, temperature, n=4)), strict=True):
+    for prompt, completions in zip(ids, ask(record, ids, Sampling(TOKENS, temperature, n=4)), strict=True):
         assert len({tuple(completion.response_ids) for completion in completions}) > 1, "n samples are all the same"
         for completion in completions:
             whole = [*prompt.tolist(), *completion.response_ids.tolist()]
@@ -111,8 +119,8 @@ def test_greedy_tokens_equal_the_embedded_engines(world, models, tmp_path):
     ids, greedy = prompts(PROMPTS), Sampling(TOKENS, temperature=0.0)
     with Supervised(tmp_path, options=None, model=str(models[0]), rollout={"slots": 32}) as other:
         (embedded,) = other.fleet.wait_ready(60)
-        expected = ask(embedded.url, ids, greedy)
-    found = ask(engine(world).url, ids, greedy)
+        expected = ask(embedded, ids, greedy)
+    found = ask(engine(world), ids, greedy)
     model, worst, ties, equal = load(models[0]), 0.0, [], 0
     for number, (prompt, (ours,), (theirs,)) in enumerate(zip(ids, expected, found, strict=True)):
         same = min(len(ours.response_ids), len(theirs.response_ids))
@@ -132,25 +140,85 @@ def test_greedy_tokens_equal_the_embedded_engines(world, models, tmp_path):
 
 
 def test_log_probs_after_temperature_equal_transformers(world, models):
-    worst = gap(models[0], engine(world).url)
+    worst = gap(models[0], engine(world))
     print(f"sampled log-probs within {worst:.1e} of transformers'")
     assert worst < 1e-4
+
+
+def test_keys_open_what_they_should_and_are_seen_by_nobody(world):
+    record = engine(world)
+    request = GenerateRequest("keys/", prompts(1)[0], Sampling(2))
+
+    def call(keys: Keys, what: str) -> None:
+        async def run(session: Any) -> None:
+            served = EngineClient(record.url, session, keys=keys)
+            await (served.generate(request, vocab_size=VOCABULARY) if what == "generate" else served.flush())
+
+        in_loop(run)
+
+    for keys, what in ((NO_KEYS, "generate"), (Keys(KEYS.admin), "generate"), (Keys(KEYS.api), "flush"),
+                       (NO_KEYS, "flush")):
+        with pytest.raises(EngineRefused, match="401"):
+            call(keys, what)
+    call(KEYS, "generate")
+    call(KEYS, "flush")
+    commands = "".join(name_of(pid) for pid in processes_with(str(world.run_dir)))
+    assert "launch.py" in commands and KEYS.api not in commands and KEYS.admin not in commands
+    logs = world.run_dir / "logs"
+    assert [path.name for path in logs.iterdir() if ".keys" in path.name] == []
+    assert stat.S_IMODE((logs / "engine-0.0.log").stat().st_mode) == 0o600
+
+
+def test_its_load_is_published(world):
+    async def busy(session: Any) -> Any:
+        task = asyncio.create_task(client(engine(world), session).generate(
+            GenerateRequest("busy/", prompts(1)[0], Sampling(200, n=6)), vocab_size=VOCABULARY))
+        seen = []
+        while not task.done():
+            load = world.fleet.records()[0].load
+            seen.append(load.running + load.waiting if load else 0)
+            await asyncio.sleep(0.1)
+        return max(seen)
+
+    assert 0 < in_loop(busy, 60.0) <= 7
+    until(lambda: (load := world.fleet.records()[0].load).running + load.waiting == 0, "it is not idle")
+
+
+def test_an_engine_by_its_address(world, models, tmp_path):
+    """Somebody else's server, as far as this run knows; weights reach it, and it says whose they are."""
+    record, store = engine(world), new_store()
+    config = make_config(str(models[0]), rollout={"engine": "sglang", "urls": [record.url]},
+                         cluster={"rollouts": 0, "device": "cpu"})
+    fleet = Fleet.from_config(config, store, KEYS)
+    with ExternalEngines(config, store, "u", KEYS):
+        (outside,) = fleet.wait_ready(30)
+        assert outside.key == ("url.0", 1) and outside.url == record.url
+        call = run_world(1, publish, models[0], models[1], store.port, "u", tmp_path / "export", 1, 0, 1, 1)[0]
+        assert [report.version for report in call] == ["u:1", "u:2"], call
+        assert fleet.synced_engines() == [outside] and gap(tmp_path / "export", outside) < 1e-4
+
+        in_loop(lambda session: client(record, session).begin_update())  # as a trainer leaves it that was killed
+        fleet.condemn(outside, "its update was cut short")
+        again = until(lambda: [one for one in fleet.engines() if one.incarnation == 2], "not back in a known state")
+        assert fleet.synced_engines() == []
+        call = run_world(1, publish, models[0], models[1], store.port, "u", None, 1, 0, 1, 1)[0]
+        assert not isinstance(call, str) and fleet.synced_engines() == again, call
 
 
 def test_a_request_whose_client_is_gone_is_not_computed_further(world):
     """SGLang renames the samples of a group, so that aborting by rid misses them; the broken connection tells it."""
     async def leave(session: Any) -> float:
-        client = EngineClient(engine(world).url, session)
+        served = client(engine(world), session)
         request = GenerateRequest("gone/", prompts(1)[0], Sampling(200, n=8))
-        task = asyncio.create_task(client.generate(request, vocab_size=VOCABULARY))
+        task = asyncio.create_task(served.generate(request, vocab_size=VOCABULARY))
         await asyncio.sleep(0.3)
         with pytest.raises(EngineRefused, match="pending|not flushed|Flush cache failed|running"):
-            await client.flush()
+            await served.flush()
         task.cancel()
         begun = time.monotonic()
         while True:
             try:
-                await client.flush()
+                await served.flush()
                 return time.monotonic() - begun
             except EngineRefused:
                 await asyncio.sleep(0.02)
@@ -173,14 +241,13 @@ def test_the_config_check_knows_every_flag_by_its_own_name(interpreter):
 
 
 def publish(rank: int, model: Path, weights: Path, port: int, generation: str, export: Path | None = None,
-            tp_size: int = 1) -> Any:
+            tp_size: int = 1, rollouts: int = 1, nodes: int = 1, urls: int = 0) -> Any:
     """A trainer publishes `weights`, then nine tenths of them; the two reports, or what went wrong."""
     from megarl.checkpoint.hf_export import save_hf
     from megarl.checkpoint.hf_import import load_hf
     from megarl.cluster.groups import make_groups
     from megarl.model.build import build_chunks
     from megarl.model.hf_config import HFConfig
-    from megarl.rollout.fleet import Fleet
     from megarl.sync.publish import WeightPublisher
 
     layout = Layout(1)
@@ -193,7 +260,7 @@ def publish(rank: int, model: Path, weights: Path, port: int, generation: str, e
     load_hf(chunks, weights, hf)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     publisher = WeightPublisher(chunks, hf, config, address="127.0.0.1", generation=generation,
-                                fleet=Fleet(store, 1, 1, 30.0))
+                                fleet=Fleet(store, rollouts, 1, 30.0, nodes=nodes, urls=urls, keys=KEYS))
     try:
         reports = [publisher.publish(f"{generation}:1")]
         with torch.no_grad():
@@ -217,19 +284,19 @@ def test_published_weights_are_whole_and_a_broken_engine_comes_back(world, model
           f"again in {call[1].seconds:.2f} s")
     record = engine(world)
     assert [synced.key for synced in world.fleet.synced_engines()] == [record.key]
-    worst = gap(tmp_path / "export", record.url)
+    worst = gap(tmp_path / "export", record)
     print(f"log-probs within {worst:.1e} of transformers' with the published weights")
-    assert worst < 1e-4 < gap(models[1], record.url)
-    (completion,) = ask(record.url, prompts(1), Sampling(4))[0]
+    assert worst < 1e-4 < gap(models[1], record)
+    (completion,) = ask(record, prompts(1), Sampling(4))[0]
     assert completion.versions == [("a:2", 0, len(completion.response_ids))]
 
     # as a trainer leaves it that was killed in the middle
-    in_loop(lambda session: EngineClient(record.url, session).begin_update())
+    in_loop(lambda session: client(record, session).begin_update())
     refused = run_world(1, publish, models[0], models[1], world.store.port, "b")[0]
     assert isinstance(refused, str) and record.url in refused and "already open" in refused, refused
     back = until(lambda: [found for found in world.fleet.engines() if found.incarnation == 2], "not restarted", START_S)
     assert world.fleet.synced_engines() == []
-    assert gap(models[0], back[0].url) < 1e-4  # its own weights, from the directory
+    assert gap(models[0], back[0]) < 1e-4  # its own weights, from the directory
 
     assert not isinstance(run_world(1, publish, models[0], models[0], world.store.port, "c")[0], str)
     assert [synced.key for synced in world.fleet.synced_engines()] == [("0.0", 2)]
@@ -257,10 +324,32 @@ def test_two_tensor_parallel_ranks_take_their_parts_of_the_weights(models, inter
     with Supervised(tmp_path, options=None, model=str(models[0]), cluster={"device": "cpu"}, sglang={"tp_size": 2},
                     rollout={"engine": "sglang", "sglang_python": interpreter}) as world:
         (record,) = world.fleet.wait_ready(START_S)
-        assert gap(models[0], record.url) < 1e-4
+        assert gap(models[0], record) < 1e-4
         call = run_world(1, publish, models[0], models[1], world.store.port, "t", tmp_path / "export", 2)[0]
         assert [report.version for report in call] == ["t:1", "t:2"], call
-        assert gap(tmp_path / "export", record.url) < 1e-4
+        assert gap(tmp_path / "export", record) < 1e-4
+
+
+def test_one_engine_over_two_nodes(models, interpreter, tmp_path):
+    """Two rollout ranks with a "GPU" each have one server of two tensor-parallel ranks, started once on each."""
+    with Supervised(tmp_path, rollouts=2, options=None, model=str(models[0]), keys=KEYS, sglang={"tp_size": 2},
+                    cluster={"device": "cpu"},
+                    rollout={"engine": "sglang", "sglang_python": interpreter, "gpus_per_rank": 1}) as world:
+        (record,) = world.fleet.wait_ready(START_S)
+        assert record.key == ("0.0", 1) and gap(models[0], record) < 1e-4
+        call = run_world(1, publish, models[0], models[1], world.store.port, "n", tmp_path / "export", 2, 2,
+                         2)[0]
+        assert [report.version for report in call] == ["n:1", "n:2"], call
+        assert gap(tmp_path / "export", record) < 1e-4
+
+        second = processes_with("--node-rank\0001")
+        os.kill(min(second), signal.SIGKILL)
+        until(lambda: not world.fleet.engines(), "the engine without a part is still registered")
+        begun = time.monotonic()
+        (back,) = until(world.fleet.engines, "it did not come back", START_S)
+        print(f"two nodes: up again {time.monotonic() - begun:.0f} s after a part was killed")
+        assert back.key == ("0.0", 2) and world.fleet.synced_engines() == [] and gap(models[0], back) < 1e-4
+        assert world.starts("0.0") == world.starts("0.0.node1") == 2
 
 
 def name_of(pid: int) -> str:
