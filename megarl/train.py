@@ -12,17 +12,17 @@ from megarl.config.schema import Config
 from megarl.errors import UserMistake, run_main
 
 if TYPE_CHECKING:
-    from megarl.assemble import Trainer
+    from megarl.trainer import Trainer
 
 
 def train(config: Config, trainer: Trainer) -> None:
     """Sample, score, learn, publish; until the run's steps are done.
 
     One step: take scored answers of the engines, which go on sampling meanwhile as far ahead as rollout.max_lag allows
-    (Taken; the leaders have them, one for each data-parallel rank); a packing plan,
-    computed by every rank from the same table, says who trains what, and the samples move there (Experience, its
-    Minibatches and PackedBatches); log-probs with the weights as they are; advantages; one optimizer step for each
-    minibatch; the new weights go to the engines.
+    (Taken; the leaders have them, one for each data-parallel rank); a packing plan, computed by every rank from the
+    same table, says who trains what, and the samples move there (Experience, its Minibatches and PackedBatches);
+    log-probs with the weights as they are; advantages; one optimizer step for each minibatch; the new weights go to
+    the engines.
     """
     report, policy = trainer.report, trainer.policy
     if trainer.progress.step >= config.run.steps:
@@ -34,6 +34,8 @@ def train(config: Config, trainer: Trainer) -> None:
     while trainer.progress.step < config.run.steps:
         with report.phases("rollout"):
             taken = trainer.take()
+        if taken is None:
+            break
         with report.phases("logprobs"):
             experience = trainer.experience(taken)
             for minibatch in experience.minibatches:
@@ -47,7 +49,7 @@ def train(config: Config, trainer: Trainer) -> None:
                                    unfinished=taken.unfinished)
         with report.phases("publish"):
             trainer.publish()
-        if trainer.due(config.checkpoint.every):
+        if trainer.due(config.checkpoint.every) or taken.saves:
             with report.phases("checkpoint"):
                 trainer.save()
         if trainer.due(config.eval.every):
@@ -97,7 +99,7 @@ def main(argv: list[str]) -> None:
         from megarl.rollout.supervisor import supervise
 
         supervise(config, partition, control.store, run_dir, address=control.address, keys=control.keys)
-    farewell(control, partition, config.cluster.timeout_s)
+    farewell(control, partition, config.cluster.lease_timeout_s)
 
 
 if __name__ == "__main__":

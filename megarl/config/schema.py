@@ -323,6 +323,7 @@ class CheckpointConfig(Section):
     """Saving and resuming."""
 
     every: NonNegativeInt = Field(50, description="steps between saves; 0: only at the end")
+    minutes: PositiveFloat | None = Field(None, description="also save when so many minutes have passed since the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     resume: bool = Field(True, description="continue from the newest checkpoint in the run directory")
     export: bool = Field(True, description="write a Hugging Face checkpoint at the end (run.dir/export)")

@@ -113,10 +113,7 @@ def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layou
     answers = answers[trained]
     mask[answers], padding[real] = True, False
 
-    values = {"engine_logprobs": samples.logprobs, **(per_token or {})}
-    responses = {name: _checked(name, value, len(samples.logprobs))[flat] for name, value in values.items()}
-    for name, value in (per_sample or {}).items():
-        responses[name] = np.repeat(_checked(name, value, len(samples))[rows], response)
+    values = {name: value[flat] for name, value in _values(samples, per_token or {}, per_sample or {}).items()}
     mine = zigzag(bounds, layout.context, cp_rank)
 
     def share(whole: np.ndarray) -> torch.Tensor:
@@ -127,18 +124,31 @@ def build_batch(samples: SampleBatch, indices: Sequence[int] | np.ndarray, layou
         whole[answers] = value[trained]
         return share(whole)
 
-    experts = {}
-    if replay is not None:
-        whole = np.full((total, *samples.experts.shape[1:]), replay.shape.free, replay.shape.dtype)
-        whole[real] = samples.experts[source]
-        experts = {layer: torch.from_numpy(chosen) for layer, chosen in replay.cut(whole[mine]).items()}
+    experts = {} if replay is None else _experts(samples, replay, total, real, source, mine)
     return PackedBatch(
         tokens_t=share(tokens), positions_t=share(np.arange(total) - bounds[entry]), labels_t=share(labels),
         mask_t=share(mask), padding_t=share(padding), sequence_t=share(entry),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)), max_seqlen=int(np.diff(bounds).max()),
         samples=torch.from_numpy(rows if numbers is None else np.asarray(numbers, np.int64)[rows]),
-        per_token={name: placed(value) for name, value in responses.items()}, experts=experts,
+        per_token={name: placed(value) for name, value in values.items()}, experts=experts,
         cp_size=layout.context, cp_rank=cp_rank)
+
+
+def _experts(samples: SampleBatch, replay: ReplayShare, total: int, real: np.ndarray, source: np.ndarray,
+             mine: np.ndarray) -> dict[int, torch.Tensor]:
+    """The experts of this rank's tokens and layers; padding routes freely. The other arguments as in `build_batch`."""
+    whole = np.full((total, *samples.experts.shape[1:]), replay.shape.free, replay.shape.dtype)
+    whole[real] = samples.experts[source]
+    return {layer: torch.from_numpy(chosen) for layer, chosen in replay.cut(whole[mine]).items()}
+
+
+def _values(samples: SampleBatch, per_token: Mapping[str, np.ndarray], per_sample: Mapping[str, np.ndarray]
+            ) -> dict[str, np.ndarray]:
+    """A value for each response token of all samples, float32 [sum of samples.response_lengths] each."""
+    values = {name: _checked(name, value, len(samples.logprobs))
+              for name, value in {"engine_logprobs": samples.logprobs, **per_token}.items()}
+    return values | {name: np.repeat(_checked(name, value, len(samples)), samples.response_lengths)
+                     for name, value in per_sample.items()}
 
 
 def _boundaries(lengths: np.ndarray, layout: Layout) -> np.ndarray:

@@ -51,6 +51,8 @@ class Collected(Protocol):
 class Decision(Protocol):
     """Which groups a step takes (see `rollout.dispatch.Decision`)."""
 
+    stops: bool
+    saves: bool
     numbers: Sequence[int]
     unfinished: Sequence[int]
     position: int
@@ -70,6 +72,7 @@ class Taken:
         position, unfinished: where the data goes on, and the positions before that are not trained on yet.
         metrics: on leaders, of all leaders; {} on other ranks.
         problems: of this leader's rewards, for the log; "" if there were none.
+        saves: a checkpoint is due after this step, by the clock.
     """
 
     local: SampleBatch | None
@@ -79,6 +82,7 @@ class Taken:
     unfinished: tuple[int, ...]
     metrics: dict[str, float]
     problems: str = ""
+    saves: bool = False
 
 
 class ExperienceBuffer:
@@ -100,8 +104,8 @@ class ExperienceBuffer:
         self._take, self._decide, self._groups, self._terms, self._max_lag = take, decide, groups, terms, max_lag
         self._counters, self._derive = counters, derive
 
-    def take(self, step: int) -> Taken:
-        """The samples of `step` (from 0, the number of the weights it trains).
+    def take(self, step: int) -> Taken | None:
+        """The samples of `step` (from 0, the number of the weights it trains); None if the run is to stop.
 
         Samples without a reward (it failed, and reward.on_error is drop) are left out.
 
@@ -110,6 +114,8 @@ class ExperienceBuffer:
             MachineFault: no sample of the step is left for another reason, or one is older than max_lag allows.
         """
         decision = self._decide(step)
+        if decision.stops:
+            return None
         local, found, metrics, problems = None, [], {}, ""
         if self._take is not None:
             collected = self._take(decision.numbers)
@@ -124,7 +130,8 @@ class ExperienceBuffer:
         table = gather_table(local, self._groups)
         if not len(table):
             _refuse_empty(step, problems, metrics.get("rollout/filtered_groups", 0.0), decision.dropped)
-        return Taken(local, found, table, decision.position, tuple(decision.unfinished), metrics, problems)
+        return Taken(local, found, table, decision.position, tuple(decision.unfinished), metrics, problems,
+                     decision.saves)
 
     def _refuse_old(self, step: int, local: SampleBatch) -> None:
         """The admission rule keeps samples young enough; a mistake in it must not train."""

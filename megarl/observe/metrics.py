@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,15 +74,20 @@ def read_lines(path: Path) -> list[dict]:
 class Phases:
     """Seconds per phase of a step, on this rank.
 
+    Args:
+        entered: called with the name of each phase that begins.
+
     >>> phases = Phases()
     >>> with phases("rollout"): ...
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entered: Callable[[str], None] = lambda name: None) -> None:
+        self._entered = entered
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self._entered(name)
         start = time.perf_counter()
         try:
             yield

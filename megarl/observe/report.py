@@ -11,6 +11,7 @@ from megarl.config.load import save_effective
 from megarl.config.schema import Config
 from megarl.observe.console import step_line
 from megarl.observe.curve import draw_reward
+from megarl.observe.heartbeat import Heartbeat
 from megarl.observe.metrics import MetricWriter, Phases
 
 _TRAINING = ("rollout", "logprobs", "update", "publish")  # what every step does
@@ -27,12 +28,15 @@ class Reporter:
 
     Attributes:
         phases: timers of the phases of a step.
+        heartbeat: the run's sign of life for the outside.
     """
 
     def __init__(self, config: Config, run_dir: Path, groups: Groups, first_step: int) -> None:
-        self.phases = Phases()
         self._config, self._run_dir = config, run_dir
         self._writes = groups.is_leader and groups.dp == 0
+        self.heartbeat = Heartbeat(run_dir if self._writes else None)
+        self.heartbeat.step = max(first_step - 1, 0)
+        self.phases = Phases(self.heartbeat.beat)
         self._values: dict[str, float] = {}
         if self._writes:
             save_effective(config, run_dir / "config.yaml")
@@ -58,6 +62,7 @@ class Reporter:
 
     def step(self, step: int) -> None:
         """Tell step number `step` (finished steps, so 0 is before the first) and forget its numbers."""
+        self.heartbeat.step = step
         values = {**self._values, **self.phases.take()}
         seconds = math.fsum(values.get(f"seconds/{phase}", 0.0) for phase in _TRAINING)
         if "tokens/real" in values and seconds:

@@ -20,6 +20,7 @@ from megarl.rollout.lease import LeaseWatch
 from megarl.rollout.ledger import Announcements, Book, Entry
 
 POLL_LEAST_S, POLL_MOST_S = 0.002, 0.25
+ASK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Decision:
 
     Attributes:
         joins: publish the present weights to engines that came up; then there is another decision. The rest is unset.
+        stops: end the run for now. The rest is unset.
+        saves: write a checkpoint after the step.
         numbers: of the groups to train on.
         unfinished, position: draws of a life that would begin after this step.
         dropped: groups given up since the last take.
@@ -54,6 +57,8 @@ class Decision:
     """
 
     joins: bool = False
+    stops: bool = False
+    saves: bool = False
     numbers: Sequence[int] = ()
     unfinished: Sequence[int] = ()
     position: int = 0
@@ -70,13 +75,17 @@ class Dispatcher:
         store: the control store of this life of the job.
         draws: where the data begins in this life.
         joined: whether an engine is up that lacks the present weights.
+        stops: whether somebody asks the run to end.
+        saves: whether a checkpoint is due.
     """
 
-    def __init__(self, config: Config, store: Store, draws: Draws, joined: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, config: Config, store: Store, draws: Draws, *, joined: Callable[[], bool] = lambda: False,
+                 stops: Callable[[], bool] = lambda: False, saves: Callable[[], bool] = lambda: False) -> None:
         rollout = config.rollout
         self._need, self._steps, self._lag = config.data.prompts_per_step, config.run.steps, rollout.max_lag
         self._ahead = rollout.max_lag if rollout.ahead is None else rollout.ahead
-        self._draws, self._joined = draws, joined
+        self._draws, self._joined, self._stops, self._saves = draws, joined, stops, saves
+        self._asked_at = float("-inf")
         self._silence_s = silence_s(config)
         self._book = Book(store)
         self._pending: dict[int, Pending] = {}
@@ -110,8 +119,8 @@ class Dispatcher:
         self._watch.observe(-1)
         news = True
         while True:
-            if self._joined():
-                return self._book.announce(asdict(Decision(joins=True)))
+            if request := self._request():
+                return self._book.announce(asdict(request))
             if news:
                 closed = self._gone + len(self._pending) >= self._book.limit
                 choice = choose(self._pending.values(), self._need, step, self._lag, closed=closed)
@@ -121,6 +130,13 @@ class Dispatcher:
             news = self._rest(alive)
             waited[choice.waits_for] += time.monotonic() - begun
 
+    def _request(self) -> Decision | None:
+        """What comes before a take, asked for once a second."""
+        if time.monotonic() - self._asked_at < ASK_S:
+            return None
+        self._asked_at = time.monotonic()
+        return Decision(stops=True) if self._stops() else Decision(joins=True) if self._joined() else None
+
     def _take(self, numbers: list[int], waited: Counter[str]) -> None:
         for number in numbers:
             del self._pending[number]
@@ -129,8 +145,8 @@ class Dispatcher:
         rest = self._draws.unfinished[self._issued:]
         position = self._draws.at(max(self._issued, len(self._draws.unfinished)))
         self._book.announce(asdict(Decision(
-            numbers=numbers, unfinished=sorted((*begun, *rest)), position=position, dropped=self._dropped,
-            ahead=len(self._pending), waited_s=dict(waited))))
+            saves=self._saves(), numbers=numbers, unfinished=sorted((*begun, *rest)), position=position,
+            dropped=self._dropped, ahead=len(self._pending), waited_s=dict(waited))))
         self._dropped = 0
 
     def _rest(self, alive: Callable[[], None]) -> bool:

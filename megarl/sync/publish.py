@@ -125,6 +125,15 @@ class WeightPublisher:
         pending, self._pending = self._pending, None
         return pending and pending.result()
 
+    def done(self) -> bool:
+        """Whether what was started has come to its end (or failed, which `finish` tells)."""
+        return self._pending is None or self._pending.done()
+
+    def behind(self) -> bool:
+        """On trainer 0: whether an engine is up that lacks the present weights."""
+        return self.done() and any(engine.key not in self._holders and engine.key not in self._condemned
+                                   for engine in self._fleet.engines())
+
     def catch_up(self) -> PublishReport | None:
         """Give the present weights to engines that came up since the last publish, under its version, and to no
         others. Collective over all trainers; the policy must not have changed since. None if there are no such

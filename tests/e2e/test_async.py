@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from good_config import good_tree, write_files
-from test_train import launch_tree, metrics
+from test_train import launch_tree, metrics, start_tree
 
 from megarl.data.sample import version_number
 
-STEPS, PROMPTS, SAMPLES, LAG = 6, 8, 8, 2
+STEPS, PROMPTS, SAMPLES, LAG = 6, 8, 16, 2
 
 
 def tree(folder: Path, run: str, on_update: str) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def tree(folder: Path, run: str, on_update: str) -> dict[str, Any]:
     tree["batch"] = {"minibatches": 2, "max_tokens": 1024}
     tree["optim"] = {"lr": 3e-3, "warmup_steps": 2}
     tree["checkpoint"] = {"every": 2, "keep": 3, "export": False}
-    tree["observe"] = {"rollouts": 1}
+    tree["observe"], tree["eval"] = {"rollouts": 1}, {"before_start": False}
     return tree
 
 
@@ -48,11 +49,11 @@ def check(found: list[dict[str, Any]]) -> None:
         assert numbers == sorted(set(numbers)) and line["step"] - 1 - LAG <= numbers[0] <= numbers[-1] < line["step"]
 
 
-@pytest.mark.parametrize("on_update", ["retract"])
+@pytest.mark.parametrize("on_update", ["retract", "abort"])
 def test_nothing_is_lost_old_or_trained_twice_also_over_a_resume(tmp_path: Path, on_update: str):
     write_files(tmp_path)
     launch_tree(tmp_path, tree(tmp_path, "run", on_update))
-    found, steps = samples(tmp_path, "run"), metrics(tmp_path, "run")[1:]
+    found, steps = samples(tmp_path, "run"), metrics(tmp_path, "run")
     check(found)
     assert sum(len(line["versions"]) > 1 for line in found) > 2  # new weights came in the middle of an answer
     assert (sum(step["rollout/resumed"] for step in steps) > 0) == (on_update == "abort")
@@ -66,4 +67,24 @@ def test_nothing_is_lost_old_or_trained_twice_also_over_a_resume(tmp_path: Path,
     for path in (tmp_path / "run" / "rollouts").glob("step_000[56].*"):
         path.unlink()
     assert "step 6/6" in launch_tree(tmp_path, tree(tmp_path, "run", on_update))
+    check(samples(tmp_path, "run"))
+
+
+def test_a_request_to_stop_ends_the_run_in_order_and_it_goes_on(tmp_path: Path):
+    write_files(tmp_path)
+    tree_ = tree(tmp_path, "run", "retract")
+    (tmp_path / "run").mkdir()
+    process = start_tree(tmp_path, tree_)
+    lines = tmp_path / "run" / "metrics.jsonl"
+    while not (lines.exists() and lines.stat().st_size) and process.poll() is None:
+        time.sleep(0.05)
+    (tmp_path / "run" / "STOP").touch()
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    done = len(metrics(tmp_path, "run"))
+    assert 0 < done < STEPS and f"stopped on request after step {done} of {STEPS}" in told
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["message"] == "stopped on request"
+    assert not (tmp_path / "run" / "STOP").exists()
+    assert json.loads((tmp_path / "run" / "heartbeat.json").read_text())["step"] == done
+    assert f"step {STEPS}/{STEPS}" in launch_tree(tmp_path, tree_)
     check(samples(tmp_path, "run"))

@@ -42,12 +42,18 @@ def launch(folder: Path, run: str, *overrides: str) -> str:
 
 def launch_tree(folder: Path, config: dict[str, Any], *overrides: str) -> str:
     """Run a config to its end; what it printed."""
+    process = start_tree(folder, config, *overrides)
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    return told
+
+
+def start_tree(folder: Path, config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
+    """Start a run of a config."""
     path = write_tree(folder, config)
-    done = subprocess.run(["bash", str(ROOT / "launch" / "torchrun.sh"), str(path), *overrides], text=True,
-                          capture_output=True, timeout=300,
-                          env={**os.environ, "MEGARL_VENV": sys.prefix, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return subprocess.Popen(["bash", str(ROOT / "launch" / "torchrun.sh"), str(path), *overrides], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            env={**os.environ, "MEGARL_VENV": sys.prefix, "OMP_NUM_THREADS": "1"})
 
 
 def metrics(folder: Path, run: str) -> list[dict[str, float]]:

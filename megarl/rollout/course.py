@@ -1,0 +1,60 @@
+"""A trainer's part in the sampling that goes on beside the training: opening steps, hearing what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megarl.rollout.dispatch import Decision, Dispatcher, wait_for_decision
+from megarl.rollout.generate import Generator
+from megarl.rollout.ledger import Announcements
+
+
+@dataclass
+class Course:
+    """Every trainer has one, and makes the same calls.
+
+    Attributes:
+        ear: what trainer 0 announces.
+        catch_up: gives the present weights to engines that came up; collective over the trainers.
+        dispatcher: on trainer 0.
+        generator: on leaders.
+        beat: called again and again while it waits.
+        waits: on trainer 0: until this is true the step that was opened last is not; see `open`.
+    """
+
+    ear: Announcements
+    catch_up: Callable[[], object]
+    dispatcher: Dispatcher | None
+    generator: Generator | None
+    beat: Callable[[], None]
+    waits: tuple[Callable[[], bool], int, str] | None = field(default=None, init=False)
+
+    def open(self, step: int, version: str, when: Callable[[], bool] = lambda: True) -> None:
+        """Let `step` be sampled by the weights `version` as soon as `when()`: then the engines have them."""
+        if self.dispatcher is not None:
+            self.waits = (when, step, version)
+            self._alive()
+
+    def hold(self) -> None:
+        """Let what is under way end, and nothing begin, until `open`."""
+        if self.dispatcher is not None:
+            self.dispatcher.hold(self._alive)
+
+    def decide(self, step: int) -> Decision:
+        """What all trainers do for `step`: take groups, or stop."""
+        while True:
+            if self.dispatcher is not None:
+                self.dispatcher.decide(step, self._alive)
+            decision = wait_for_decision(self.ear, self._alive)
+            if not decision.joins:
+                return decision
+            self.catch_up()
+
+    def _alive(self) -> None:
+        self.beat()
+        if self.generator is not None:
+            self.generator.check()
+        if self.waits is not None and self.waits[0]():
+            (_, step, version), self.waits = self.waits, None
+            self.dispatcher.open(step, version)
