@@ -18,6 +18,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": dict(model_type="qwen3", intermediate_size=48, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe": dict(model_type="qwen3_moe", intermediate_size=48, head_dim=16, moe_intermediate_size=24,
                       num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
+    "glm4_moe": dict(model_type="glm4_moe", intermediate_size=48, head_dim=16, moe_intermediate_size=24,
+                     n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2, first_k_dense_replace=1,
+                     routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True, num_nextn_predict_layers=0),
 }
 
 
@@ -41,6 +44,9 @@ def hf_model(name: str, seed: int = 0, **changes: Any) -> Any:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             elif key.endswith("mlp.gate.weight"):
                 parameter.mul_(5)  # routing with margins
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model
 
 

@@ -48,7 +48,7 @@ def iter_hf_tensors(chunks: list[torch.nn.Module], hf: HFConfig) -> Iterator[tup
     here = shares.Coordinates.here()
     for chunk in map(unwrapped, chunks):
         table = tables.table(hf, chunk.implementation)
-        named = dict(chunk.named_parameters())
+        named = chunk.weights()
         for parameter in shares.parameters(table, hf, chunk.part, here.ep_size):
             if shares.is_copy(parameter, hf):
                 continue

@@ -32,7 +32,7 @@ def load_hf(chunks: list[torch.nn.Module], path: str | Path, hf: HFConfig) -> No
 @torch.no_grad()
 def _load_chunk(chunk: PolicyChunk, checkpoint: SafetensorsDir, hf: HFConfig, here: shares.Coordinates) -> None:
     table = tables.table(hf, chunk.implementation)
-    left = dict(chunk.named_parameters())
+    left = chunk.weights()
     for parameter in shares.parameters(table, hf, chunk.part, here.ep_size):
         entry, target = parameter.entry, left.pop(parameter.megatron_name)
         expert = here.ep * (hf.experts // here.ep_size) + parameter.expert

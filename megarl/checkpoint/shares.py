@@ -69,7 +69,7 @@ def parameters(table: Table, hf: HFConfig, part: Part, ep_size: int) -> Iterator
     if part.is_first:
         yield from (Parameter(entry, 0, 0, first_layer) for entry in table.embedding)
     for layer in range(part.layers):
-        for entry in table.layer:
+        for entry in table.entries(first_layer + layer):
             for expert in range(experts if entry.expert else 1):
                 yield Parameter(entry, layer, expert, first_layer)
     if part.is_last:

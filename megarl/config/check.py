@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megarl.config import debug, engines, environments, files, keys, options, sglang
+from megarl.config import debug, engines, environments, files, keys, moe, options, sglang
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import Origin, read
 from megarl.config.schema import Config
@@ -53,6 +53,7 @@ def check(config: Config, origin: Origin | None = None, environ: Mapping[str, st
         found.extend(rule(config))
     found.extend(_partitions(config, environ))
     found.extend(options.check_megatron(config.megatron))
+    found.extend(moe.check_hardware(config))
     late = [step for step in config.observe.trace_steps if step > config.run.steps]
     notes = [f"observe.trace_steps: the run has no step {late[0]}"] if late else []
     found.extend(debug.check(config, notes))
@@ -249,6 +250,7 @@ def _layout(config: Config, layout: Layout, notes: list[str]) -> Iterator[UserMi
             notes.append(f"parallel.tensor {layout.tensor} does not divide the model's {hf.kv_heads} key/value heads: "
                          f"they are padded to {padded_groups(hf.kv_heads, layout.tensor)}")
         found.extend(_lengths(config, hf.max_positions))
+        found.extend(moe.check(config, hf))
     yield from found
     samples = config.data.prompts_per_step // config.batch.minibatches * config.rollout.samples_per_prompt
     if samples < layout.data:

@@ -6,6 +6,7 @@ Pure: no torch. Used by the config check (before a job is queued) and by `cluste
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ from megarl.pipeline.schedule import PlacementName, placement
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
+
+
+FP8_TOKENS = 32  # of its recipes the most (MXFP8's blocks)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Layout:
     Attributes:
         placement: which pipeline rank holds which stages (`pipeline.schedule.placement`).
         chunks: stages on each pipeline rank; 2 where placement is v or mirrored.
+        tokens: each rank's share of a pack is a multiple of this; matrix products in FP8 need it.
     """
 
     world: int
@@ -38,6 +43,7 @@ class Layout:
     sequence: bool = False
     placement: PlacementName = "looped"
     chunks: int = 1
+    tokens: int = 1
 
     def __post_init__(self) -> None:
         for name in ("world", "tensor", "pipeline", "context", "expert", "expert_tensor"):
@@ -73,10 +79,11 @@ class Layout:
         sequence = parallel.tensor > 1 if parallel.sequence == "auto" else parallel.sequence
         degrees = (config.cluster.trainers, parallel.tensor, parallel.pipeline, parallel.context, parallel.expert,
                    parallel.expert_tensor, sequence)
+        tokens = FP8_TOKENS if config.megatron.get("fp8") or config.megatron.get("fp4") else 1
         if parallel.pipeline == 1:
-            return cls(*degrees)
+            return cls(*degrees, tokens=tokens)
         name, chunks = stage_placement(config, cls(*degrees))
-        return cls(*degrees, name, chunks)
+        return cls(*degrees, name, chunks, tokens)
 
     @property
     def data(self) -> int:
@@ -117,7 +124,7 @@ class Layout:
         """The whole pack is padded to a multiple of this, so that context and sequence parallel shares are equal."""
         share = self.context * (self.tensor if self.sequence else 1)
         unit = self.sequence_multiple
-        return math.lcm(share, unit)
+        return math.lcm(share * self.tokens, unit)
 
     def describe(self) -> str:
         """One line for the banner: `TP2+SP PP2 CP1 EP2 ETP1 DP2 (8 ranks)`."""
@@ -150,13 +157,14 @@ def stage_placement(config: Config, layout: Layout) -> tuple[PlacementName, int]
     return chosen, 1 if chosen == "looped" else 2
 
 
-def check_model(layout: Layout, *, kv_heads: int, experts: int = 0, ffn: int = 0) -> None:
+def check_model(layout: Layout, *, kv_heads: int, experts: int = 0, ffn: int = 0, beside: Sequence[int] = ()) -> None:
     """Refuse a layout that the model's layers cannot be cut into (`stages.parts` cuts the model into layers).
 
     Args:
         layout: the trainers' degrees.
         kv_heads, experts, ffn: sizes of the model (experts 0 for a dense one; ffn of a dense layer or
             of one expert).
+        beside: inner sizes of a MoE model's MLPs that are no routed experts.
     Raises:
         UserMistake: names the key and what would be right.
     """
@@ -174,6 +182,8 @@ def check_model(layout: Layout, *, kv_heads: int, experts: int = 0, ffn: int = 0
         if layout.tensor > 1 and not layout.sequence:
             raise UserMistake("a MoE model with tensor parallelism needs sequence parallelism", "parallel.sequence",
                               "set it to true or auto")
+        for size in beside:
+            must_divide(layout.tensor, size, "tensor", "FFN columns")
     else:
         must_divide(layout.tensor, ffn or layout.tensor, "tensor", "FFN columns")
         for name in ("expert", "expert_tensor"):

@@ -93,5 +93,5 @@ def head_in_layers(hf: HFConfig) -> float:
     The head's logits are computed once more in the backward pass instead of being kept: 4 products instead of 3.
     """
     attention = 2 * hf.hidden * hf.head_dim * (hf.heads + hf.kv_heads)
-    mlp = 3 * hf.hidden * (hf.moe_ffn * hf.top_k if hf.experts else hf.ffn)
+    mlp = 3 * hf.hidden * (hf.moe_ffn * hf.top_k + hf.shared_ffn if hf.experts else hf.ffn)
     return 4 / 3 * hf.vocab * hf.hidden / (attention + mlp)

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.cluster import device
 from megarl.cluster.groups import coordinates
-from megarl.config import options, stages
+from megarl.config import moe, options, stages
 from megarl.config.layout import Layout, check_model
 from megarl.config.schema import Config
 from megarl.config.stages import Part
@@ -64,11 +64,14 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
         UserMistake: the model cannot be cut so, or a `megatron:` option is unknown, decided elsewhere, or refused by
             Megatron-core.
     """
-    check_model(layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn if hf.experts else hf.ffn)
+    check_model(layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn if hf.experts else hf.ffn,
+                beside=hf.beside_ffns)
     for mistake in options.check_megatron(config.megatron):
         raise mistake
     dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
     with_te = implementation(config) == "transformer_engine"
+    for mistake in moe.check_packages(config, with_te, device.kind() != "cpu"):
+        raise mistake
     groups = padded_groups(hf.kv_heads, layout.tensor)
     values: dict[str, Any] = dict(
         num_layers=hf.layers, hidden_size=hf.hidden, num_attention_heads=hf.heads // hf.kv_heads * groups,
@@ -86,7 +89,11 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
         megatrons = config.model.balance.form == "megatron"
         values |= dict(
             num_moe_experts=hf.experts, moe_ffn_hidden_size=hf.moe_ffn, moe_router_topk=hf.top_k,
-            moe_router_pre_softmax=not hf.norm_topk, moe_router_score_function="softmax", moe_router_dtype="fp32",
+            moe_router_pre_softmax=not hf.norm_topk, moe_router_dtype="fp32",
+            moe_router_score_function="sigmoid" if hf.router_bias else "softmax",
+            moe_router_topk_scaling_factor=hf.route_scale if hf.route_scale != 1 else None,
+            moe_shared_expert_intermediate_size=hf.shared_ffn or None,
+            moe_layer_freq=[int(layer in hf.moe_layers) for layer in range(hf.layers)] if hf.dense_layers else 1,
             moe_router_load_balancing_type="aux_loss" if megatrons else "none",
             moe_aux_loss_coeff=config.model.balance.coefficient if megatrons else 0.0, moe_grouped_gemm=with_te,
             moe_token_dispatcher_type="alltoall", expert_model_parallel_size=layout.expert,
@@ -126,9 +133,10 @@ def _build_chunk(hf: HFConfig, config: Config, layout: Layout, model: tuple[Part
     kind = implementation(config)
     transformer = transformer_config(hf, config, layout)
     transformer.pipeline_model_parallel_layout = _FirstLayer(part.first_layer)
+    has_experts = [part.first_layer + number in hf.moe_layers for number in range(part.layers)]
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.pp, groups.embd = _StageGroup(part.stage, part.stages), None
-    chunk = PolicyChunk(hf, transformer, block_spec(transformer, kind, part.layers), kind,
+    chunk = PolicyChunk(hf, transformer, block_spec(transformer, kind, has_experts), kind,
                         padded_vocab(hf, layout), config.model.balance, model, part, groups)
     megatron_fixes.mark_experts(chunk, layout)
     return chunk.to(device.current())

@@ -46,7 +46,12 @@ class PolicyChunk(GPTModel):
             here = range(part.first_layer, part.first_layer + part.layers)
             self.routers = RouterState([layer for layer in hf.moe_layers if layer in here], hf.experts, balance, where)
             for number, router in enumerate(self.router_modules()):
-                router.attach(self.routers, number)
+                router.attach(self.routers, number, hf.router_bias)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """By name all that a checkpoint holds: parameters, and the routers' biases, which are none."""
+        biases = {name: tensor for name, tensor in self.named_buffers() if name.endswith(".router.expert_bias")}
+        return {**dict(self.named_parameters()), **biases}
 
     def router_modules(self) -> list[Router]:
         """The routers of its layers with experts, in order."""

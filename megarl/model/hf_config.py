@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ class HFConfig:
         qkv_bias, qk_norm: of the attention.
         experts, top_k, moe_ffn, norm_topk: of a MoE model; experts is 0 for a dense one. `norm_topk`: the chosen
             experts' weights are normalised to sum to 1.
+        dense_layers: so many first layers of a MoE model have an MLP of `ffn` and no experts.
+        shared_ffn: inner size of the expert that all tokens take; 0 if there is none.
+        router_bias: experts are scored by sigmoid, and chosen by score plus a bias that is no parameter.
+        route_scale: factor of the chosen experts' weights.
+        rotated: fraction of each head that is rotated, its first dimensions.
         dtype: what the checkpoint's config names ("bfloat16", "float32", ...).
         max_positions: longest sequence the model was made for, tokens.
         eos_ids: end-of-sequence token ids, of config.json and generation_config.json.
@@ -60,6 +66,11 @@ class HFConfig:
     top_k: int = 0
     moe_ffn: int = 0
     norm_topk: bool = True
+    dense_layers: int = 0
+    shared_ffn: int = 0
+    router_bias: bool = False
+    route_scale: float = 1.0
+    rotated: float = 1.0
     dtype: str = "float32"
     max_positions: int = 2048
     eos_ids: tuple[int, ...] = ()
@@ -69,7 +80,18 @@ class HFConfig:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts."""
-        return tuple(range(self.layers)) if self.experts else ()
+        return tuple(range(self.dense_layers, self.layers)) if self.experts else ()
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(self.head_dim * self.rotated)
+
+    @property
+    def beside_ffns(self) -> tuple[int, ...]:
+        """Inner sizes of a MoE model's MLPs that are no routed experts: of dense layers and of the shared expert."""
+        dense = (self.ffn,) if self.dense_layers else ()
+        return (*dense, self.shared_ffn) if self.shared_ffn else dense
 
     @classmethod
     def read(cls, path: str | Path) -> HFConfig:
@@ -92,11 +114,11 @@ class HFConfig:
             raise UserMistake(f"model family {name!r} is not known", f"{where}: model_type",
                               f"known families: {', '.join(sorted(families.FAMILIES))}")
         family = families.FAMILIES[name]
-        _refuse_unsupported(raw, where)
+        _refuse_unsupported(raw, where, family.HANDLES)
         for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
             if not isinstance(raw.get(key), int) or raw[key] < 1:
                 raise UserMistake(f"{key} is {raw.get(key)!r}", where, "give a positive integer")
-        theta, scaling = _rope(raw, where)
+        theta, scaling = _rope(raw, where, family.HANDLES)
         heads = raw["num_attention_heads"]
         return cls(
             family=name, hidden=raw["hidden_size"], layers=raw["num_hidden_layers"], heads=heads,
@@ -104,10 +126,11 @@ class HFConfig:
             head_dim=raw.get("head_dim") or family.HEAD_DIM or raw["hidden_size"] // heads,
             ffn=raw["intermediate_size"], vocab=raw["vocab_size"],
             tied=bool(raw.get("tie_word_embeddings", False)), norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta, rope_scaling=scaling, qkv_bias=family.QKV_BIAS, qk_norm=family.QK_NORM,
+            rope_theta=theta, rope_scaling=scaling,
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             max_positions=raw.get("max_position_embeddings", family.MAX_POSITIONS),
-            eos_ids=_eos_ids(raw, generation or {}), raw=raw, path=path, **family.sizes(raw, where))
+            eos_ids=_eos_ids(raw, generation or {}), raw=raw, path=path,
+            **{"qkv_bias": family.QKV_BIAS, "qk_norm": family.QK_NORM, **family.sizes(raw, where)})
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -122,8 +145,8 @@ def _json(path: Path) -> dict[str, Any]:
         raise UserMistake(f"not JSON: {error}", str(path), "restore the file from its source") from None
 
 
-def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    """Features that change the mathematics and that megarl does not have."""
+def _refuse_unsupported(raw: dict[str, Any], where: str, handled: Sequence[str]) -> None:
+    """Features that change the mathematics and that megarl does not have, or has in families that handle them only."""
     def refuse(key: str, remedy: str) -> None:
         raise UserMistake(f"{key} {raw[key]!r} is not supported", f"{where}: {key}", remedy)
 
@@ -134,7 +157,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         refuse("layer_types", "only full_attention layers are in")
     for key in ("attention_bias", "mlp_bias"):
-        if raw.get(key):
+        if raw.get(key) and key not in handled:
             refuse(key, "use a checkpoint without it")
     for key in ("attention_dropout", "hidden_dropout"):
         if raw.get(key):
@@ -145,14 +168,14 @@ def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
         refuse("quantization_config", "use the unquantised checkpoint")
 
 
-def _rope(raw: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+def _rope(raw: dict[str, Any], where: str, handled: Sequence[str]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(key) or {}
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if partial not in (None, 1, 1.0):
+    if partial not in (None, 1, 1.0) and "partial_rotary_factor" not in handled:
         raise UserMistake(f"partial_rotary_factor {partial} is not supported", f"{where}: {key}",
                           "use a checkpoint that rotates whole heads")
     if kind == "default":

@@ -12,15 +12,16 @@ from contextlib import contextmanager
 import torch
 
 from megarl.cluster import device
+from megarl.model.chunk import unwrapped
 
 
 class HostWeights:
-    """A host copy of some chunks' parameters, as they are when this is made."""
+    """A host copy of some chunks' weights, as they are when this is made."""
 
     @torch.no_grad()
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Copy all parameters of `chunks` (bare or in DDP) to the host; pinned where there is an accelerator."""
-        self.parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        """Copy all weights of `chunks` (bare or in DDP) to the host; pinned where there is an accelerator."""
+        self.parameters = [weight for chunk in chunks for weight in unwrapped(chunk).weights().values()]
         pinned = device.kind() != "cpu"
         self.host = [torch.empty_like(parameter, device="cpu", pin_memory=pinned) for parameter in self.parameters]
         for host, parameter in zip(self.host, self.parameters, strict=True):

@@ -16,9 +16,9 @@ def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
     original/high_freq_factor are kept, those between are interpolated linearly in original/wavelength.
 
     Returns:
-        fp32 [head_dim / 2].
+        fp32 [d / 2], d the dimensions of a head that are rotated.
     """
-    exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.int64, device="cpu").float() / hf.head_dim
+    exponents = torch.arange(0, hf.rotary_dim, 2, dtype=torch.int64, device="cpu").float() / hf.rotary_dim
     frequencies = 1.0 / (hf.rope_theta ** exponents)
     scaling = hf.rope_scaling
     if scaling is None:
@@ -29,6 +29,6 @@ def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
 
 
 def angles(positions_t: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Angles in the layout that Megatron's unfused rotary code takes: fp32 [tokens, 1, 1, head_dim]."""
+    """Angles in the layout that Megatron's unfused rotary code takes: fp32 [tokens, 1, 1, rotated dims]."""
     half_td = positions_t.to(torch.float32)[:, None] * frequencies
     return torch.cat((half_td, half_td), dim=-1)[:, None, None, :]

@@ -5,7 +5,7 @@ ranks and micro-batches (Megatron's own balancing loss does). With T real tokens
 experts, and per layer
 
     f_e = tokens of the step that went to expert e / (T k)      counted before, no gradient flows through it
-    p_te = softmax(router logits of token t)_e
+    p_te = softmax(router logits of token t)_e; of a router that scores by sigmoid, its scores over their sum
 
     balance = coefficient * N * sum over real tokens t, experts e of f_e p_te / T        (Switch Transformer, eq. 4)
     z       = z coefficient * sum over real tokens t of logsumexp(router logits of t)^2 / T       (ST-MoE, eq. 5)
@@ -52,7 +52,7 @@ class RouterState:
         balance, z: fp64 scalars, the losses (with their coefficients) of this rank's tokens, added up in training
             forwards; summed over the ranks of a stage and the stages they do not depend on the layout.
         choices: while `keep_choices`, the last forward's experts, int64 [tokens here, k] per router.
-        margin: while `keep_choices`, the smallest distance between the logits of the k-th and the next expert.
+        margin: while `keep_choices`, the smallest distance between what the k-th and the next expert are chosen by.
     """
 
     def __init__(self, layers: Sequence[int], experts: int, balance: BalanceConfig, device: torch.device) -> None:
@@ -183,10 +183,17 @@ class _TopK:
 class Router(TopKRouter):
     """Megatron's top-k router; `attach` connects it to its chunk."""
 
-    def attach(self, state: RouterState, layer: int) -> None:
-        """Connect to the chunk's state; `layer` is this router's number in the chunk."""
+    def attach(self, state: RouterState, layer: int, bias: bool) -> None:
+        """Connect to the chunk's state; `layer` is this router's number in the chunk.
+
+        `bias`: experts are chosen with a bias. Megatron-core would move it itself, by counts that include padding.
+        """
         self.state, self.layer = state, layer
         self.router_replay = _TopK(state, layer)
+        if bias:
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.zeros(self.config.num_moe_experts, dtype=torch.float32,
+                                                            device=self.weight.device))
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [tokens, 1, experts] of hidden states [tokens, 1, hidden].
@@ -221,7 +228,8 @@ class Router(TopKRouter):
         if state.counting and not recomputing:
             self._count(chosen, real)
         if state.keep_choices:
-            top = logits.detach()[real].topk(min(self.topk + 1, experts)).values
+            scores = logits if self.expert_bias is None else logits.sigmoid() + self.expert_bias
+            top = scores.detach()[real].topk(min(self.topk + 1, experts)).values
             if top.numel() and top.size(1) > self.topk:
                 state.margin = min(state.margin, float((top[:, -2] - top[:, -1]).min()))
         if self.training and torch.is_grad_enabled():
@@ -248,7 +256,7 @@ class Router(TopKRouter):
         loss = zero = logits.new_zeros(())
         if balanced:
             weight = state.coefficient * logits.size(1) * state.fractions[self.layer] / state.global_tokens
-            balance = torch.where(real, logits.softmax(-1) @ weight, zero).sum()
+            balance = torch.where(real, self._probabilities(logits) @ weight, zero).sum()
             state.balance += balance.detach()
             loss = loss + balance
         if state.z_coefficient:
@@ -257,6 +265,13 @@ class Router(TopKRouter):
             state.z += z.detach()
             loss = loss + z
         return _AddLoss.apply(probs, loss)
+
+    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """p of the balancing loss, [tokens, experts]; of sigmoid scores as DeepSeek-V3 (eq. 19) takes it."""
+        if self.config.moe_router_score_function == "softmax":
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
 
     def attach_and_log_load_balancing_loss(self, activation: torch.Tensor, aux_loss_coeff: float,
                                            aux_loss: torch.Tensor, aux_loss_name: str, reduce_group: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -12,6 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,24 +26,26 @@ from megarl.model.router import Router
 
 
 def block_spec(config: TransformerConfig, implementation: Literal["local", "transformer_engine"],
-               layers: int) -> TransformerBlockSubmodules:
-    """A block of equal layers and a final norm (which Megatron builds on the last stage only)."""
+               has_experts: Sequence[bool]) -> TransformerBlockSubmodules:
+    """A block of layers, with experts or dense, and a final norm (which Megatron builds on the last stage only)."""
     if implementation == "local":
-        layer, norm = local_layer(config), RMSNorm
+        make, norm = local_layer, RMSNorm
     else:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer, norm = transformer_engine_layer(config), TENorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+        make, norm = transformer_engine_layer, TENorm
+    return TransformerBlockSubmodules(layer_specs=[make(config, moe) for moe in has_experts], layer_norm=norm)
 
 
-def local_layer(config: TransformerConfig) -> ModuleSpec:
+def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     """Megatron-core's layer and experts, with megarl's RMSNorm, packed attention, router, and linears whose weight
     gradient can wait."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    if config.num_moe_experts:
+    if has_experts:
         experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)  # built where the config has one
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(
+            experts=experts, shared_experts=shared, router=Router))
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
@@ -55,10 +59,11 @@ def local_layer(config: TransformerConfig) -> ModuleSpec:
         pre_mlp_layernorm=RMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add))
 
 
-def transformer_engine_layer(config: TransformerConfig) -> ModuleSpec:
+def transformer_engine_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     """Megatron-core's Transformer Engine layer, with megarl's router."""
     layer = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm)
-    if config.num_moe_experts:
+        num_experts=config.num_moe_experts if has_experts else None, moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm)
+    if has_experts:
         layer.submodules.mlp.submodules.router = Router
     return layer

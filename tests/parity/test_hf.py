@@ -34,11 +34,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_moe DP4 EP2, not normalised": ("qwen3_moe_raw", dict(expert=2), MOE),
     "qwen3_moe DP2 TP2+SP ETP2 EP2": (
         "qwen3_moe", dict(tensor=2, sequence=True, expert=2, expert_tensor=2), MOE),
+    "glm4_moe TP2+SP PP2 EP2": ("glm4_moe", dict(tensor=2, sequence=True, pipeline=2, expert=2), MOE),
+    "glm4_moe CP2 EP2, recompute": ("glm4_moe", dict(context=2, expert=2), dict(MOE, recompute="full")),
+    "glm4_moe without q/k norms and biases, DP4": ("glm4_moe_plain", {}, MOE),
     "qwen3_moe CP2 DP2, Megatron's balancing": (
         "qwen3_moe_megatron", dict(context=2), dict(balance=dict(form="megatron", coefficient=BALANCE, z_loss=Z))),
 }
 ODD = dict(num_attention_heads=6, num_key_value_heads=3)
 VARIANTS = {"qwen2_odd": ("qwen2", dict(ODD, head_dim=8)), "qwen3_odd": ("qwen3", ODD),
+            "glm4_moe_plain": ("glm4_moe", dict(use_qk_norm=False, attention_bias=False, first_k_dense_replace=0)),
             "qwen3_moe_raw": ("qwen3_moe", dict(norm_topk_prob=False)), "qwen3_moe_megatron": ("qwen3_moe", {})}
 
 
@@ -72,24 +76,31 @@ def reference(name: str) -> dict[str, Any]:
             logprobs = (row[:-1] / TEMPERATURE).log_softmax(-1)
             picked = logprobs.gather(1, torch.tensor(sequence)[1:, None])[:, 0]
             loss = loss + (picked * weight[:-1]).sum()
-    counts, balance, z = moe_losses(router_logits, per_pack=name == "qwen3_moe_megatron") if gates else (None, 0.0, 0.0)
+    biases = [getattr(gate, "e_score_correction_bias", None) for gate in gates]
+    counts, balance, z = moe_losses(router_logits, name == "qwen3_moe_megatron", biases) if gates else (None, 0.0, 0.0)
     (loss + balance + z).backward()
     grads = {key: p.grad for key, p in model.named_parameters()}
     return {"logits": logits, "grads": split_experts(grads), "counts": counts,
             "balance": float(torch.as_tensor(balance).detach()), "z": float(torch.as_tensor(z).detach())}
 
 
-def moe_losses(router_logits: list[list[torch.Tensor]], per_pack: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """The losses as router.py's docstring defines them, or (per pack) as the token-weighted mean of Megatron's."""
+def moe_losses(router_logits: list[list[torch.Tensor]], per_pack: bool, biases: list[torch.Tensor | None]
+               ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The losses as router.py's docstring defines them, or (per pack) as the token-weighted mean of Megatron's.
+
+    A layer with a bias scores by sigmoid and chooses by score plus bias.
+    """
     balance, z, counts = torch.zeros(()), torch.zeros(()), []
-    for layer in range(len(router_logits[0])):
+    for layer, bias in enumerate(biases):
         packs = [pack[layer] for pack in router_logits]
         whole = torch.cat(packs)
-        chosen = torch.zeros_like(whole).scatter(1, whole.topk(2).indices, 1.0)
+        by = whole if bias is None else whole.sigmoid() + bias
+        chosen = torch.zeros_like(whole).scatter(1, by.topk(2).indices, 1.0)
         counts.append(chosen.sum(0).long())
         for rows, picks in zip(packs, chosen.split([len(p) for p in packs]), strict=True) if per_pack else [
                 (whole, chosen)]:
-            f, p = picks.sum(0) / (2 * len(rows)), rows.softmax(-1).sum(0) / len(rows)
+            shares = rows.softmax(-1) if bias is None else torch.nn.functional.normalize(rows.sigmoid(), p=1, dim=-1)
+            f, p = picks.sum(0) / (2 * len(rows)), shares.sum(0) / len(rows)
             balance = balance + BALANCE * 8 * (f * p).sum() * len(rows) / TOKENS
         z = z + Z * whole.logsumexp(-1).square().sum() / TOKENS
     return torch.stack(counts), balance, z
@@ -166,7 +177,7 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
         state.counting = False
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         torch.distributed.all_reduce(state.counts, group=stage)
-        wanted = expected["counts"][chunk.part.first_layer: chunk.part.first_layer + len(state.counts)]
+        wanted = expected["counts"][[hf.moe_layers.index(layer) for layer in state.layers]]
         errors["counts"] = float((state.counts - wanted).abs().max())
         state.set_step(state.counts / state.counts.sum(1, keepdim=True), TOKENS)
 
@@ -191,7 +202,7 @@ def compare(path: Path, layout: Any, groups: Any, options: dict[str, Any]) -> di
     errors["padding"] = max(padding + padding_of_heads(chunk, hf))  # weights, then gradients
     largest = max(float(grad.abs().max()) for grad in expected["grads"].values())
     for key, grad in iter_hf_tensors(ddp, hf):
-        if grad is not None:
+        if grad is not None and not key.endswith("e_score_correction_bias"):
             errors["grads"] = max(errors["grads"], float((grad - expected["grads"][key]).abs().max()) / largest)
     return errors
 

@@ -14,6 +14,7 @@ HEAD_DIM = None  # hidden / heads
 MAX_POSITIONS = 2048
 QKV_BIAS = False
 QK_NORM = False
+HANDLES = ()
 
 
 def sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ HEAD_DIM = None  # hidden / heads
 MAX_POSITIONS = 32768
 QKV_BIAS = True
 QK_NORM = False
+HANDLES = ()
 
 
 def sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:

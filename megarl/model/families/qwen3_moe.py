@@ -15,6 +15,7 @@ HEAD_DIM = None  # hidden / heads
 MAX_POSITIONS = 32768
 QKV_BIAS = False
 QK_NORM = True
+HANDLES = ()
 
 
 def sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:

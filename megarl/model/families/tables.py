@@ -65,12 +65,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """All parameters of a family: before, in and after the layers. `head` is empty when embeddings are tied."""
+    """All parameters of a family: before, in and after the layers. `head` is empty when embeddings are tied.
+
+    The first `dense_layers` layers of a MoE model may be `dense` ones, the others are `layer`s.
+    """
 
     embedding: tuple[Entry, ...]
     layer: tuple[Entry, ...]
     norm: tuple[Entry, ...]
     head: tuple[Entry, ...]
+    dense: tuple[Entry, ...] = ()
+    dense_layers: int = 0
+
+    def entries(self, layer: int) -> tuple[Entry, ...]:
+        """Those of the model's layer `layer`."""
+        return self.dense if layer < self.dense_layers else self.layer
 
 
 def padded_groups(kv_heads: int, tp_size: int) -> int:
@@ -91,7 +100,7 @@ def hf_tensors(hf: HFConfig) -> Iterator[HFTensor]:
     for entry in whole.embedding:
         yield from entry.hf
     for layer in range(hf.layers):
-        for entry in whole.layer:
+        for entry in whole.entries(layer):
             for expert in range(hf.experts if entry.expert else 1):
                 for tensor in entry.hf:
                     yield HFTensor(tensor.at(layer, expert), tensor.shape)
@@ -99,15 +108,30 @@ def hf_tensors(hf: HFConfig) -> Iterator[HFTensor]:
         yield from entry.hf
 
 
+def is_beside(name: str, hf: HFConfig) -> bool:
+    """Whether a Hugging Face tensor may be in a checkpoint and is left out of training (layers after the last one)."""
+    from megarl.model.families import FAMILIES
+
+    ignored = getattr(FAMILIES[hf.family], "ignored", None)
+    return ignored is not None and ignored(name, hf)
+
+
+def is_buffer(entry: Entry) -> bool:
+    """Whether it is no parameter: nothing trains it, and it stays fp32 in a model of any dtype."""
+    return entry.megatron.endswith(".router.expert_bias")
+
+
 # The parts that the Llama-like families share.
 
-def decoder(hf: HFConfig, implementation: Implementation, mlp: tuple[Entry, ...]) -> Table:
-    """A pre-norm decoder with grouped-query attention, around the given MLP entries."""
+def decoder(hf: HFConfig, implementation: Implementation, mlp: tuple[Entry, ...],
+            dense: tuple[Entry, ...] = ()) -> Table:
+    """A pre-norm decoder with grouped-query attention, around the given MLP entries; `dense` ones in dense layers."""
     embedding = HFTensor("model.embed_tokens.weight", (hf.vocab, hf.hidden))
     head = HFTensor("lm_head.weight", (hf.vocab, hf.hidden))
+    around = attention(hf, implementation)
     return Table(
         embedding=(Entry("embedding.word_embeddings.weight", (embedding,), "vocab"),),
-        layer=attention(hf, implementation) + mlp,
+        layer=around + mlp, dense=around + dense, dense_layers=hf.dense_layers,
         norm=(Entry("decoder.final_layernorm.weight", (HFTensor("model.norm.weight", (hf.hidden,)),), "replicated"),),
         head=() if hf.tied else (Entry("output_layer.weight", (head,), "vocab"),))
 
@@ -149,14 +173,19 @@ def dense_mlp(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]
 
 
 def moe_mlp(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]:
-    """Norm, router and experts. TE has one grouped linear whose parameters are numbered by expert."""
+    """Norm, router, perhaps its bias and a shared expert, and experts. TE has one grouped linear whose parameters are
+    numbered by expert."""
     at, to = "model.layers.{layer}.mlp", "decoder.layers.{layer}.mlp"
     fc1, fc2 = ((f"{to}.experts.linear_fc1.weight{{expert}}", f"{to}.experts.linear_fc2.weight{{expert}}")
                 if implementation == "transformer_engine" else
                 (f"{to}.experts.local_experts.{{expert}}.linear_fc1.weight",
                  f"{to}.experts.local_experts.{{expert}}.linear_fc2.weight"))
+    bias = (_vector("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", hf.experts),)
+    shared = gated(f"{to}.shared_experts.linear_fc1.weight", f"{to}.shared_experts.linear_fc2.weight",
+                   f"{at}.shared_experts", hf.hidden, hf.shared_ffn)
     return (_vector("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hf.hidden),
             Entry(f"{to}.router.weight", (HFTensor(f"{at}.gate.weight", (hf.experts, hf.hidden)),), "replicated"),
+            *(bias if hf.router_bias else ()), *(shared if hf.shared_ffn else ()),
             *gated(fc1, fc2, f"{at}.experts.{{expert}}", hf.hidden, hf.moe_ffn, expert=True))
 
 

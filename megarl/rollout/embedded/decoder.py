@@ -39,13 +39,13 @@ class Tables:
     Attributes:
         rotary_p2d: cosines and signed sines, [positions, 2, head_dim], in the engine's dtype.
             `rotate(x) = x * cos + roll(x, head_dim / 2) * sin` with the sign of the first half of `sin` flipped equals
-            Hugging Face's rotate_half form.
+            Hugging Face's rotate_half form. Where only a part of a head is rotated, cos is 1 and sin 0 in the rest.
         mask_pp: row `length - 1 - p` is what is added to the scores of a token at position p: 0 up to there, then
             -inf. A window that slides over one vector, so it takes no memory.
     """
 
     def __init__(self, hf: HFConfig, dtype: torch.dtype) -> None:
-        self._inverse_d, self._dtype = inverse_frequencies(hf), dtype
+        self._inverse_d, self._dtype, self._rest = inverse_frequencies(hf), dtype, hf.head_dim - hf.rotary_dim
         self.length = 0
 
     def reserve(self, length: int) -> None:
@@ -55,7 +55,9 @@ class Tables:
         self.length = length
         angles = torch.arange(length, dtype=torch.float32).unsqueeze(1) * self._inverse_d
         cos, sin = angles.cos(), angles.sin()
-        self.rotary_p2d = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1).to(self._dtype)
+        rest = cos.new_zeros(length, self._rest)
+        self.rotary_p2d = torch.stack([torch.cat([cos, cos, rest + 1], -1), torch.cat([-sin, sin, rest], -1)], 1).to(
+            self._dtype)
         window = torch.zeros(2 * length, dtype=self._dtype)
         window[length:] = -math.inf
         self.mask_pp = window.as_strided((length, length), (1, 1))
@@ -70,8 +72,9 @@ class Tables:
 
 
 def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
-    """float32 [head_dim / 2]; with Llama 3.1's scaling where the config has it (as in Hugging Face's rope_utils)."""
-    inverse = 1.0 / hf.rope_theta ** (torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim)
+    """float32 [rotated dimensions of a head / 2]; with Llama 3.1's scaling where the config has it (as in Hugging
+    Face's rope_utils)."""
+    inverse = 1.0 / hf.rope_theta ** (torch.arange(0, hf.rotary_dim, 2, dtype=torch.float32) / hf.rotary_dim)
     scaling = hf.rope_scaling
     if scaling is None:
         return inverse
@@ -125,10 +128,10 @@ class Decoder:
             mixed = torch.cat([self._attend_prompts(qkv_tnd, part) for part in parts])
             hidden_th = torch.addmm(hidden_th, mixed, layer.o_oh)
             chosen = None if routed_tlk is None else routed_tlk[:, number]
-            if last:
+            if last and layer.router_eh is not None:
                 chosen.copy_(self._route(layer, self._norm(hidden_th, layer.norm2_h))[1])
             else:
-                hidden_th = self._mlp(layer, hidden_th, not hf.experts, chosen)
+                hidden_th = self._mlp(layer, hidden_th, not hf.experts, chosen)  # a prefill has many rows
         return Computed(kv, routed_tlk)
 
     def _no_routing(self, tokens: int) -> torch.Tensor | None:
@@ -200,8 +203,15 @@ class Decoder:
         qkv_tnd = functional.linear(normed, layer.qkv_oh, layer.qkv_o).view(len(hidden_th), -1, hf.head_dim)
         qk = qkv_tnd[:, :hf.heads + hf.kv_heads]
         rotated = self._norm(qk, layer.qk_norm_nd) if hf.qk_norm else qk
-        torch.addcmul(rotated * cos, rotated.roll(hf.head_dim // 2, -1), sin, out=qk)
+        torch.addcmul(rotated * cos, self._rolled(rotated), sin, out=qk)
         return qkv_tnd
+
+    def _rolled(self, heads: torch.Tensor) -> torch.Tensor:
+        """The two halves of what is rotated of each head, swapped."""
+        size = self.hf.rotary_dim
+        if size == heads.shape[-1]:
+            return heads.roll(size // 2, -1)
+        return torch.cat([heads[..., :size].roll(size // 2, -1), heads[..., size:]], -1)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm over the last dimension, in float32, rounded before the weight is applied as Hugging Face does."""
@@ -216,6 +226,9 @@ class Decoder:
         normed = self._norm(hidden_th, layer.norm2_h)
         if layer.router_eh is None:
             return self._fused(layer, hidden_th, normed, None)
+        if layer.shared_gate_up_oh is not None:
+            gate, up = functional.linear(normed, layer.shared_gate_up_oh).chunk(2, -1)
+            hidden_th = torch.addmm(hidden_th, functional.silu(gate) * up, layer.shared_down_fh)
         share_tk, chosen_tk = self._route(layer, normed)
         if routed_tk is not None:
             routed_tk.copy_(chosen_tk)
@@ -226,6 +239,11 @@ class Decoder:
 
     def _route(self, layer: LayerWeights, normed_th: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each token's weights (float32) and experts, [T, k]."""
+        if layer.bias_e is not None:  # this family's models route in float32, whatever their dtype
+            scores_te = functional.linear(normed_th.float(), layer.router_eh.float()).sigmoid()
+            chosen_tk = (scores_te + layer.bias_e).topk(self.hf.top_k, -1).indices
+            share_tk = scores_te.gather(1, chosen_tk)
+            return share_tk / share_tk.sum(-1, keepdim=True).add_(1e-20) * self.hf.route_scale, chosen_tk
         logits_te = functional.linear(normed_th, layer.router_eh).float()
         if self.hf.norm_topk:
             share_tk, chosen_tk = logits_te.topk(self.hf.top_k, -1)

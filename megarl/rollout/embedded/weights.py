@@ -33,10 +33,13 @@ class LayerWeights:
             without q/k norms. Filled from `q_norm_d` and `k_norm_d` by `Weights.refresh`.
         o_oh: output projection, to multiply from the right.
         router_eh: None for a dense MLP.
+        bias_e: float32, added to the scores of experts when they are chosen; None without.
+        shared_gate_up_oh, shared_down_fh: of the expert that all tokens take, to multiply from the left and from the
+            right; None without.
         gate_up_2efh: [2, E, f, h].
         down_efh: one matrix [f, h] per expert, to multiply from the right.
         fused_gate_up_oh, fused_down_fh: the same of all experts below each other, [2 E f, h] and [E f, h]; the second
-            is None unless `Weights.fused_experts`.
+            is None where experts are many (`Weights.fused_experts` is False).
     """
 
     norm1_h: torch.Tensor
@@ -48,6 +51,9 @@ class LayerWeights:
     o_oh: torch.Tensor
     norm2_h: torch.Tensor
     router_eh: torch.Tensor | None
+    bias_e: torch.Tensor | None
+    shared_gate_up_oh: torch.Tensor | None
+    shared_down_fh: torch.Tensor | None
     gate_up_2efh: torch.Tensor
     down_efh: torch.Tensor
     fused_gate_up_oh: torch.Tensor
@@ -71,7 +77,7 @@ class Weights:
         self.views: dict[str, torch.Tensor] = {}
         self.fused_experts = hf.experts * hf.moe_ffn * hf.hidden <= FUSED_EXPERTS_MOST
         self.embedding_vh = self._new("model.embed_tokens.weight", hf.vocab, hf.hidden)
-        self.layers = [self._layer(f"model.layers.{number}") for number in range(hf.layers)]
+        self.layers = [self._layer(f"model.layers.{number}", number in hf.moe_layers) for number in range(hf.layers)]
         self.norm_h = self._new("model.norm.weight", hf.hidden)
         self.head_vh = self.embedding_vh if hf.tied else self._new("lm_head.weight", hf.vocab, hf.hidden)
         expected = {tensor.name: tensor.shape for tensor in hf_tensors(hf)}
@@ -79,11 +85,11 @@ class Weights:
         if expected != found:
             raise AssertionError(f"name table and engine differ: {sorted(expected.items() ^ found.items())[:4]}")
 
-    def _new(self, name: str, *shape: int) -> torch.Tensor:
-        self.views[name] = torch.zeros(shape, dtype=self.dtype)
+    def _new(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        self.views[name] = torch.zeros(shape, dtype=dtype or self.dtype)
         return self.views[name]
 
-    def _layer(self, at: str) -> LayerWeights:
+    def _layer(self, at: str, moe: bool) -> LayerWeights:
         hf, dim = self.hf, self.hf.head_dim
         sizes = (hf.heads * dim, hf.kv_heads * dim, hf.kv_heads * dim)
         qkv_oh = torch.zeros(sum(sizes), hf.hidden, dtype=self.dtype)
@@ -101,18 +107,33 @@ class Weights:
             norm1_h=self._new(f"{at}.input_layernorm.weight", hf.hidden), qkv_oh=qkv_oh, qkv_o=qkv_o, q_norm_d=q_norm,
             k_norm_d=k_norm, qk_norm_nd=qk_norm, o_oh=o_ho.t(),
             norm2_h=self._new(f"{at}.post_attention_layernorm.weight", hf.hidden),
-            router_eh=self._new(f"{at}.mlp.gate.weight", hf.experts, hf.hidden) if hf.experts else None,
-            **self._mlp(f"{at}.mlp"))
+            **self._router(f"{at}.mlp", moe), **self._mlp(f"{at}.mlp", moe))
 
-    def _mlp(self, at: str) -> dict[str, torch.Tensor | None]:
-        hf, fused = self.hf, self.fused_experts
-        experts, ffn = (hf.experts, hf.moe_ffn) if hf.experts else (1, hf.ffn)
+    def _router(self, at: str, moe: bool) -> dict[str, torch.Tensor | None]:
+        """The router, its bias, which must not be rounded, and the shared expert."""
+        hf, found = self.hf, dict.fromkeys(("router_eh", "bias_e", "shared_gate_up_oh", "shared_down_fh"))
+        if not moe:
+            return found
+        found["router_eh"] = self._new(f"{at}.gate.weight", hf.experts, hf.hidden)
+        if hf.router_bias:
+            found["bias_e"] = self._new(f"{at}.gate.e_score_correction_bias", hf.experts, dtype=torch.float32)
+        if hf.shared_ffn:
+            gate_up = torch.zeros(2 * hf.shared_ffn, hf.hidden, dtype=self.dtype)
+            for name, view in zip(("gate", "up"), gate_up.chunk(2), strict=True):
+                self.views[f"{at}.shared_experts.{name}_proj.weight"] = view
+            down_hf = self._new(f"{at}.shared_experts.down_proj.weight", hf.hidden, hf.shared_ffn)
+            found |= {"shared_gate_up_oh": gate_up, "shared_down_fh": down_hf.t()}
+        return found
+
+    def _mlp(self, at: str, moe: bool) -> dict[str, torch.Tensor | None]:
+        hf, fused = self.hf, self.fused_experts or not moe
+        experts, ffn = (hf.experts, hf.moe_ffn) if moe else (1, hf.ffn)
         gate_up = torch.zeros(2, experts, ffn, hf.hidden, dtype=self.dtype)
         # stored so that the product that is taken has its rows of h in one piece
         down = torch.zeros((hf.hidden, experts, ffn) if fused else (experts, hf.hidden, ffn), dtype=self.dtype)
         down_ehf = down.transpose(0, 1) if fused else down
         for expert in range(experts):
-            name = f"{at}.experts.{expert}" if hf.experts else at
+            name = f"{at}.experts.{expert}" if moe else at
             self.views[f"{name}.gate_proj.weight"] = gate_up[0, expert]
             self.views[f"{name}.up_proj.weight"] = gate_up[1, expert]
             self.views[f"{name}.down_proj.weight"] = down_ehf[expert]
