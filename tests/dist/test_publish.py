@@ -33,9 +33,10 @@ DENSE = dict(hidden_size=128, intermediate_size=256, vocab_size=2000)  # 3.9 MB:
 class EngineUnderTest:
     """An embedded engine in a process of its own."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *options: str) -> None:
         command = [sys.executable, "-m", "megarl.rollout.embedded", "--model-path", str(model), "--port", "0",
-                   "--slots", "4", "--update-timeout", str(TIMEOUT_S), "--parent-pid", str(os.getpid())]
+                   "--slots", "4", "--update-timeout", str(TIMEOUT_S), "--parent-pid", str(os.getpid()),
+                   *options]
         env = {**engine_environment(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self._url: str | None = None
