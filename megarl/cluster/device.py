@@ -61,6 +61,12 @@ def current() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if kind() == "cuda" else torch.device("cpu")
 
 
+def use(chosen: torch.device) -> None:
+    """Make it this thread's device: a new thread begins with the host's first one."""
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+
+
 def backend() -> str:
     """The torch.distributed backend for this device: nccl or gloo."""
     return "nccl" if kind() == "cuda" else "gloo"

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from megarl.cluster import device
 from megarl.errors import MachineFault
 from megarl.rollout.protocol import EngineError
 
@@ -20,11 +21,16 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """An asyncio event loop in a thread of its own."""
+    """An asyncio event loop in a thread of its own, on the device of the thread that made it."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._loop, here = asyncio.new_event_loop(), device.current()
+
+        def run() -> None:
+            device.use(here)
+            self._loop.run_forever()
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -43,12 +49,14 @@ class EventLoop:
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Run `call` in a thread of its own."""
+    """Run `call` in a thread of its own, on this thread's device."""
     future: Future[T] = Future()
+    here = device.current()
     future.set_running_or_notify_cancel()  # whoever waits may give up; the call goes on
 
     def run() -> None:
         try:
+            device.use(here)
             future.set_result(call())
         except BaseException as error:  # handed to whoever waits
             future.set_exception(error)

@@ -211,8 +211,7 @@ class Link:
         if not flat.is_cuda:
             dist.broadcast(flat, src=0, group=self._group)
             return
-        # A thread begins with device 0, and with the main thread's stream, which must not queue up behind an engine
-        # that does not come.
+        # A thread begins with the main thread's stream, which must not queue up behind an engine that does not come.
         stream = torch.cuda.Stream(flat.device)
         with torch.cuda.stream(stream):  # also switches to its device
             dist.broadcast(flat, src=0, group=self._group)

@@ -80,7 +80,8 @@ class WeightPublisher:
     def __init__(self, chunks: Sequence[torch.nn.Module], hf: HFConfig, config: Config, *, address: str,
                  generation: str, fleet: Fleet | None = None) -> None:
         self._chunks, self._hf, self._config, self._fleet = list(chunks), hf, config, fleet
-        self._crew = Crew(is_source(), config.cluster.timeout_s, config.sync.timeout_s)
+        patience_s = config.cluster.timeout_s + config.rollout.no_engine_timeout_s + config.rollout.request_timeout_s
+        self._crew = Crew(is_source(), patience_s, config.sync.timeout_s)
         self._transport = make_transport(config, self._crew, address, generation)
         self._sets: list[EngineSet] = []
         self._next_set = 1
@@ -137,7 +138,7 @@ class WeightPublisher:
     def catch_up(self) -> PublishReport | None:
         """Give the present weights to engines that came up since the last publish, under its version, and to no
         others. Collective over all trainers; the policy must not have changed since. None if there are no such
-        engines; never raises for an engine's failure.
+        engines. Raises nothing for an engine's failure: it is restarted, and catches up the next time.
         """
         self.finish()
         engines, held = self._crew.from_zero(self._crew.together(self._newcomers))
@@ -145,7 +146,8 @@ class WeightPublisher:
             return None
         begun = time.monotonic()
         targets = Targets(self._new_sets((), engines), held)
-        sent, paused_s = self._update(self._version, targets, self._gathered, "retract")
+        tensors = (lambda: iter(self._spare.items())) if self._config.sync.overlap else self._gathered
+        sent, paused_s = self._update(self._version, targets, tensors, "retract")
         self._transport.leave(targets.all, targets.engines)
         self._settle(targets)
         return self._report(targets.engines, sent, begun, paused_s, "retract", targets.lost)

@@ -79,7 +79,7 @@ def logprobs(url: str) -> list[float]:
     return found
 
 
-def trainers(layout: Layout, model: Path, **sync: Any) -> tuple[Any, ...]:
+def trainers(layout: Layout, model: Path, dtype: str = "fp32", **sync: Any) -> tuple[Any, ...]:
     """(chunks, hf, config) of this rank, parallel state made."""
     from megarl.checkpoint.hf_import import load_hf
     from megarl.cluster.groups import make_groups
@@ -88,7 +88,7 @@ def trainers(layout: Layout, model: Path, **sync: Any) -> tuple[Any, ...]:
 
     make_groups(layout, datetime.timedelta(seconds=100), seed=1)
     hf = HFConfig.read(model)
-    config = config_for(model)
+    config = config_for(model, dtype=dtype)
     config = config.model_copy(update={"sync": config.sync.model_copy(update={
         "bucket_mb": 1, "timeout_s": TIMEOUT_S, "verify": True, **sync}),
         "rollout": config.rollout.model_copy(update={"no_engine_timeout_s": 3.0})})
