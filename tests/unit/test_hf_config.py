@@ -7,6 +7,7 @@ import models
 import pytest
 
 from megarl.errors import UserMistake
+from megarl.model.families.tables import is_beside
 from megarl.model.hf_config import HFConfig, RopeScaling
 
 QWEN3_30B = {  # from the published config.json of Qwen3-30B-A3B
@@ -54,6 +55,37 @@ def test_reads_what_transformers_writes(tmp_path: Path) -> None:
 def test_refuses_what_it_would_train_wrongly(change: dict, named: str) -> None:
     with pytest.raises(UserMistake, match=named):
         HFConfig.of({**QWEN3_30B, **change})
+
+
+GLM_45_AIR = {  # from the published config.json of GLM-4.5-Air
+    "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": [151329, 151336],
+    "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+    "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_qk_norm": False,
+    "vocab_size": 151552}
+
+
+def test_reads_a_model_with_a_shared_expert_and_dense_layers() -> None:
+    hf = HFConfig.of(GLM_45_AIR)
+    assert (hf.experts, hf.top_k, hf.moe_ffn, hf.shared_ffn, hf.route_scale) == (128, 8, 1408, 1408, 1.0)
+    assert hf.router_bias and hf.norm_topk and hf.qkv_bias and not hf.qk_norm and not hf.tied
+    assert (hf.dense_layers, hf.moe_layers, hf.beside_ffns) == (1, tuple(range(1, 46)), (10944, 1408))
+    assert (hf.head_dim, hf.rotary_dim, hf.rope_theta) == (128, 64, 1e6)
+    assert is_beside("model.layers.46.mlp.gate.weight", hf) and not is_beside("model.layers.45.mlp.gate.weight", hf)
+    qwen = HFConfig.of(QWEN3_30B)
+    assert (qwen.moe_layers, qwen.beside_ffns, qwen.rotary_dim) == (tuple(range(48)), (), 128)
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"n_group": 4}, "n_group"), ({"topk_group": 2}, "topk_group"), ({"norm_topk_prob": False}, "norm_topk_prob"),
+    ({"first_k_dense_replace": 46}, "first_k_dense_replace"), ({"num_experts_per_tok": 1}, "num_experts_per_tok"),
+    ({"mlp_bias": True}, "mlp_bias"), ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn")])
+def test_refuses_what_it_would_route_wrongly(change: dict, named: str) -> None:
+    with pytest.raises(UserMistake, match=named):
+        HFConfig.of({**GLM_45_AIR, **change})
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
