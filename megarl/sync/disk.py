@@ -73,9 +73,13 @@ class Disk:
 
     def _make_room(self, partial: Path) -> None:
         """Begin a version; what earlier lives left is removed, except the version that engines may be loading."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._remove_all_but(_folder(self._version))
-        partial.mkdir()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._remove_all_but(_folder(self._version))
+            partial.mkdir()
+        except OSError as error:
+            raise UserMistake(f"weights cannot be written to {self._directory}: {error.strerror}", "sync.directory",
+                              "name a directory that trainers can write to and engines can read") from error
 
     def _remove_all_but(self, kept: str) -> None:
         for other in self._directory.iterdir():

@@ -183,8 +183,8 @@ class WeightPublisher:
     def _update(self, version: str, targets: Targets, tensors: Tensors, pause: Pause) -> tuple[Sent, float]:
         """(what was sent, seconds of the pause); what failed is noted in `targets`."""
         crew, transport = self._crew, self._transport
+        transport.prepare(version, lambda: self._summed(tensors()))
         try:
-            transport.prepare(version, lambda: self._summed(tensors()))
             transport.connect(targets)
             if pause == "finish":
                 crew.tell(targets, self._until_idle, "get through their requests")

@@ -297,9 +297,13 @@ def publish_moe(rank: int, model: Path, folder: Path, url: str) -> dict[str, Any
     """EP2 x PP2 (DP2), mirrored, to one engine."""
     from megatron.core import parallel_state as ps
 
+    from megarl.sync import disk
+
+    disk.SHARD_BYTES = 40_000  # several files of each stage
     ways = Ways(rank, Layout(4, pipeline=2, expert=2, placement="mirrored", chunks=2), model, [url])
     for way in ("broadcast", "delta", "disk"):
         ways.twice(way, folder, directory=str(folder / "versions"))
+    ways.found["files"] = sorted(str(path) for path in (folder / "versions").rglob("*.safetensors"))
     ps.destroy_model_parallel()
     return ways.found
 
@@ -352,6 +356,7 @@ def test_engines_hold_every_tensor_and_compute_as_a_fresh_one(published, kind: s
 def test_the_disk_keeps_one_version(published):
     (folder,) = {Path(file).parent.name for file in published["dense"][0]["files"]}
     assert folder == "weights-disk-2" and len(published["dense"][0]["files"]) == 2  # one of each stage
+    assert len(published["moe"][0]["files"]) > 4
 
 
 @pytest.mark.parametrize("way", ["broadcast", "delta"])
