@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from megarl.checkpoint.hf_export import carry_over
 from megarl.checkpoint.safetensors_dir import INDEX
+from megarl.errors import UserMistake
 from megarl.rollout.fleet import EngineRecord
 from megarl.sync.crew import Crew, Targets
 from megarl.sync.sets import EngineSet
