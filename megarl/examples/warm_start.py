@@ -79,13 +79,14 @@ def make(folder: Path, options: Options, progress: Callable[[int, float], None] 
     return report
 
 
-def new_model(layers: int, experts: int) -> PreTrainedModel:
+def new_model(layers: int, experts: int, *, vocabulary: int = len(task.VOCABULARY), positions: int = 64,
+              eos_id: int = task.EOS_ID) -> PreTrainedModel:
     """Qwen3-MoE (Qwen3 if `experts` is 0) of hidden size 64, 4 heads on 2 key/value heads; random weights."""
     common = dict(
-        vocab_size=len(task.VOCABULARY), hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.05, max_position_embeddings=64,
-        tie_word_embeddings=False, pad_token_id=task.PAD_ID, bos_token_id=task.BOS_ID, eos_token_id=task.EOS_ID,
-        attn_implementation="sdpa")
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.05,
+        max_position_embeddings=positions, tie_word_embeddings=False, pad_token_id=task.PAD_ID,
+        bos_token_id=task.BOS_ID, eos_token_id=eos_id, attn_implementation="sdpa")
     if experts:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
             **common, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
@@ -101,7 +102,7 @@ def new_model(layers: int, experts: int) -> PreTrainedModel:
 def train(model: PreTrainedModel, options: Options, progress: Callable[[int, float], None]) -> None:
     """Train `model` in place on the mixture of the four procedures, held-out strings left out."""
     optimizer = torch.optim.AdamW(model.parameters(), options.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_cosine(step, options.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, options.steps))
     rng = np.random.default_rng([options.seed, 2])
     strings = task.draw(rng, held_out=False)
     model.train()
@@ -118,7 +119,7 @@ def train(model: PreTrainedModel, options: Options, progress: Callable[[int, flo
     model.eval()
 
 
-def _warm_cosine(step: int, steps: int) -> float:
+def warm_cosine(step: int, steps: int) -> float:
     """Factor of the learning rate: linear up over `LR_WARMUP` steps, then a cosine to 0."""
     if step < LR_WARMUP:
         return (step + 1) / LR_WARMUP
