@@ -188,6 +188,19 @@ def test_gradients_by_finite_differences(algorithm, correction):
     assert torch.autograd.gradcheck(loss, (inputs["logprobs_t"], inputs["entropy_t"]))
 
 
+@pytest.mark.parametrize("reject", ["none", "token", "geometric"])
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "dapo"])
+def test_gradients_of_the_naive_ratio_by_finite_differences(algorithm, reject):
+    inputs = random_inputs()
+    naive = CorrectionConfig(kind="none", reject=reject, reject_low=0.8, reject_high=1.2)
+    one = objective(algorithm, naive, clip_low=0.1, clip_high=0.15, proximal="behaviour", **FULL)
+
+    def loss(logprobs_t):
+        return policy_loss(**{**inputs, "logprobs_t": logprobs_t}, objective=one)[0]
+
+    assert torch.autograd.gradcheck(loss, (inputs["logprobs_t"],))
+
+
 def test_gspo_token_gradient_by_finite_differences():
     """The stop-gradient holds s at its value: differentiate sum of -w min(s e^(x - x0) A, clip(...) A) over x at x0."""
     inputs = random_inputs()
@@ -243,14 +256,18 @@ def test_filler_micro_batch_adds_nothing(algorithm, tokens):
     assert loss == 0 and not inputs["logprobs_t"].grad.any() and not any(value.any() for value in stats.values())
 
 
+@pytest.mark.parametrize("correction, proximal", [
+    (CorrectionConfig(level="sequence", high=1.2), "old"),
+    (CorrectionConfig(kind="masked", level="geometric", low=0.9, high=1.1), "old"),
+    (CorrectionConfig(kind="none", reject="geometric", reject_low=0.9, reject_high=1.1), "behaviour")])
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "gspo_token"])
-def test_sequences_shared_by_ranks(algorithm):
+def test_sequences_shared_by_ranks(algorithm, correction, proximal):
     """Two shares of every sequence, summed by sum_across, give the loss, gradients and statistics of the whole.
 
     Both shares are evaluated in one process: the first pass tells each share's sums, the second adds the other's to
     them, still attached to the graph, as a differentiable all-reduce does.
     """
-    one = objective(algorithm, CorrectionConfig(level="sequence", high=1.2), clip_low=0.01, clip_high=0.02, **FULL)
+    one = objective(algorithm, correction, clip_low=0.01, clip_high=0.02, proximal=proximal, **FULL)
     whole = random_inputs(20)
     want, want_stats = policy_loss(**whole, objective=one)
     want.backward()
