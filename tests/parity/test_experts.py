@@ -88,6 +88,8 @@ def bias_by_hand(path: str, groups: Any, out: str) -> dict[str, Any]:
                       "before": {n: before[BIAS.format(n)] for n in (1, 2, 3)},
                       "after": {n: after[BIAS.format(n)] for n in (1, 2, 3)}})
         before = after
+    with policy._reference.swapped_in():
+        start = weights_of(policy)
     kept = Checkpoints(Path(out), 1, policy.optimizer, {})
     kept.save(Progress(step=1))
     getattr(kept, "finish", lambda: None)()
@@ -98,7 +100,9 @@ def bias_by_hand(path: str, groups: Any, out: str) -> dict[str, Any]:
     problems = [engine.problem(name, tuple(tensor.shape)) for name, tensor in whole.items()]
     for name, tensor in whole.items():
         engine.load(name, tensor)
-    return {"updates": found, "saved": all(torch.equal(whole[name], before[name]) for name in before),
+    return {"updates": found,
+            "reference": all(torch.equal(start[BIAS.format(n)], found[0]["before"][n]) for n in (1, 2, 3)),
+            "saved": all(torch.equal(whole[name], before[name]) for name in before),
             "engine": [any(problems), *(torch.equal(engine.views[BIAS.format(n)], before[BIAS.format(n)])
                                         for n in (1, 2, 3))]}
 
@@ -219,6 +223,7 @@ def test_bias_by_hand(single: dict[str, Any]) -> None:
             assert torch.equal(update["after"][layer], expected), (layer, counts)
         assert update["stats"]["optim/grad_norm"] > 0
     assert single["bias"]["updates"][0]["after"][1].dtype == torch.float32
+    assert single["bias"]["reference"], "the reference model keeps those that it started with"
     assert single["bias"]["saved"], "a checkpoint brings the biases back, to the bit"
     assert single["bias"]["engine"] == [False, True, True, True], "engines take them by name, unrounded"
 
