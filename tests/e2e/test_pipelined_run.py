@@ -1,4 +1,5 @@
-"""A run whose stages lie in a V: schedules chosen by measured costs, an exact resume, a timeline, an export."""
+"""A run whose stages lie in a V: schedules chosen by measured costs, routing replayed, an exact resume, a timeline, an
+export."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ def tree(folder: Path, run: str) -> dict[str, Any]:
     tree["objective"] = {"algorithm": "gspo", "kl": {"coefficient": 0.01, "estimator": "k2", "place": "reward"}}
     tree["batch"] = {"minibatches": 2, "max_tokens": 96}
     tree["optim"] = {"lr": 3e-3}
+    tree["moe"] = {"replay": "engine"}
     tree["sync"] = {"verify": True}
     tree["checkpoint"] = {"every": 2}
     tree["eval"] = {"before_start": False}
@@ -46,6 +48,7 @@ def test_schedules_are_chosen_and_told(told: tuple[Path, str]):
     steps = metrics(folder, "whole")
     for step in steps:
         assert step["engine/gap_max"] < 1e-5 and 0 < step["pipeline/bubble"] < 0.5
+        assert 0 <= step["moe/routing_disagreement"] < 1e-3 and 0.5 < step["moe/load_entropy"] <= 1
         ran = {name for name in step if name.startswith("pipeline/") and name != "pipeline/bubble"}
         assert ran <= {"pipeline/zb-v", "pipeline/dualpipev"} and sum(step[name] for name in ran) == 2
     assert steps[0]["pipeline/zb-v"] == 2  # warm-up
