@@ -241,7 +241,7 @@ def kill_starting(run: Run, rng: random.Random) -> str:
     before = {engine.pid for engine in run.engines()}
     when(run, lambda info: info, rng, 0.5).signal(signal.SIGKILL)
     new = until(lambda: [engine for engine in run.engines() if engine.pid not in before], "nothing was started again")
-    time.sleep(rng.uniform(0, 2.5))
+    time.sleep(rng.uniform(0, 1.5))
     was_up = bool(new[0].ask())
     new[0].signal(signal.SIGKILL)
     return "just up" if was_up else "starting"
@@ -348,6 +348,7 @@ def outside_run(folder: Path, steps: int, seed: int, lag: int, urls: list[str]) 
     """A run whose engines others started."""
     config = tree(folder, steps, seed, lag, urls=urls)
     config["cluster"]["rollouts"] = 0
+    config["sync"]["engines_per_set"] = 1  # one that is cut off stalls itself alone
     with Run(folder, config) as run:
         until(lambda: run.ended or len(run.metrics()) > 1, "no first step", 120.0)
         yield run

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 0.5
 PROBE_TIMEOUT_S = 5.0
-PAUSE_S = 0.5  # before an engine whose update was cut short is offered weights again; doubles each time
+PAUSE_S = 1.0  # before an engine whose update was cut short is offered weights again; doubles each time
 PAUSE_MOST_S = 30.0
 
 
@@ -112,7 +112,7 @@ class _Line:
         self._silence_s = config.cluster.lease_timeout_s
         self._claim, self._published = "", -1  # the names that its weights may have: the claim, or from this number on
         self._heard, self._readings = time.monotonic(), 0
-        self._cut_short, self._not_before = 0, 0.0
+        self._cut_short, self._left_out, self._not_before = 0, False, 0.0
 
     async def keep(self) -> None:
         """Probe for ever."""
@@ -136,16 +136,17 @@ class _Line:
         version = (await self._client.model_info()).weight_version
         self._heard = time.monotonic()
         incarnation, why = self._link.condemned[self.record.id]
-        condemned = self.record.incarnation > 0 and incarnation == self.record.incarnation
-        if condemned or not self._is_ours(version):
-            if condemned:
+        if incarnation == self.record.incarnation > 0:
+            if not self._left_out:
                 self._leave_out(why)
-            elif self.record.incarnation:
+            if time.monotonic() < self._not_before:
+                return
+        if self._left_out or not self._is_ours(version):
+            if self.record.incarnation and not self._left_out:
                 log.warning("engine %s (%s) holds weights '%s': it was started again, or serves others too",
                             self.record.id, self._client.url, version)
             await self._claim_it()
-        if time.monotonic() >= self._not_before:
-            self._write(replace(self.record, state="up", url=self._client.url, detail="", status=0))
+        self._write(replace(self.record, state="up", url=self._client.url, detail="", status=0))
         with suppress(EngineError):  # leaders do without
             running, waiting = await self._client.load()
             self._readings += 1
@@ -163,6 +164,8 @@ class _Line:
         return True
 
     def _leave_out(self, why: str) -> None:
+        """For a while: calls that a trainer has given up may still be on their way to it."""
+        self._left_out = True
         pause = min(PAUSE_MOST_S, PAUSE_S * 2**self._cut_short)
         self._cut_short += 1
         self._not_before = time.monotonic() + pause
@@ -190,7 +193,7 @@ class _Line:
                 raise UserMistake(f"refuses the key: {error}", self._client.url,
                                   "set MEGARL_API_KEY and MEGARL_ADMIN_KEY to its keys on every rank") from error
             raise
-        self._claim, self._published = claim, -1
+        self._claim, self._published, self._left_out = claim, -1, False
         self.record = EngineRecord(self.record.id, incarnation)
 
     async def _check_kind(self) -> None:

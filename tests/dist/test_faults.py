@@ -81,7 +81,7 @@ def test_hosts_that_are_cut_off(tmp_path: Path):
 
 def test_a_run_without_any_engine_ends_in_time_and_says_why(tmp_path: Path):
     """The supervisor is stopped, so nothing starts the engine again."""
-    config = tree(tmp_path, MANY, seed=4, engines=1, no_engine_timeout_s=4.0)
+    config = tree(tmp_path, MANY, seed=4, engines=1, no_engine_timeout_s=4.0, retries=1)
     config["cluster"]["lease_timeout_s"] = 30.0
     with Run(tmp_path, config) as run:
         until(lambda: run.ended or len(run.metrics()) > 1, "no first step", 120.0)
@@ -89,6 +89,8 @@ def test_a_run_without_any_engine_ends_in_time_and_says_why(tmp_path: Path):
         os.kill(supervisor, signal.SIGSTOP)
         engine.signal(signal.SIGKILL)
         begun = time.monotonic()
+        until((run.dir / "exit.json").exists, "nobody gave up", 30.0)
+        print(f"given up {time.monotonic() - begun:.1f} s after its last engine")
+        os.kill(supervisor, signal.SIGCONT)  # else the launcher waits for it
         assert run.wait(60.0) == EXIT_FAULT
-        print(f"ended {time.monotonic() - begun:.1f} s after its last engine")
         assert "no engine" in run.told() and check(run).twice == 0

@@ -383,9 +383,12 @@ def test_balancer_goes_by_the_published_load_and_what_it_sent_since():
     for _ in range(3):  # gone before the next reading: not counted twice
         balancer.give_back(fleet[1], sequences=8)
     assert [balancer.load(engine) for engine in fleet] == [48, 20]
-    fleet = engines((2, 0, 0), (2, 20, 5))  # the first is through with everything
+    fleet = engines((2, 8, 3), (2, 20, 5))  # the first has what it was sent, and 3 of others
     assert balancer.take(fleet, set(), sequences=8).id == "0.0"
-    assert [balancer.load(engine) for engine in fleet] == [16, 25]  # never below what this leader has there
+    assert [balancer.load(engine) for engine in fleet] == [19, 25]
+    fleet = engines((3, 0, 0), (3, 20, 5))
+    assert balancer.take(fleet, set(), sequences=8).id == "0.0"
+    assert balancer.load(fleet[0]) == 24  # never below what this leader has there
     two = Balancer(leaders=2)  # the other leader is expected to do the same
     assert [two.take(engines((1, 20, 0), (1, 0, 0)), set(), sequences=8).id for _ in range(3)] == ["0.1", "0.1", "0.0"]
 
@@ -398,8 +401,8 @@ def test_an_affinity_keeps_its_engine_while_that_lives():
     assert {balancer.take(engines, set(), None).id for _ in range(2)} == {record.id for record in engines} - {first.id}
     other = balancer.take(engines, {first.key}, "talk")
     assert other != first and balancer.take(engines, set(), "talk") == other  # where its prefix is now
-    restarted = [replace(record, incarnation=2) for record in engines]
-    assert balancer.take(restarted, set(), "talk").incarnation == 2
+    restarted = [replace(record, incarnation=2, load=Load(1, 9 * (record.id == other.id), 0)) for record in engines]
+    assert balancer.take(restarted, set(), "talk").id != other.id  # its cache is gone
     balancer.forget("talk")
     assert not balancer._homes
 

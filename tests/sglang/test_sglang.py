@@ -199,10 +199,12 @@ def test_an_engine_by_its_address(world, models, tmp_path):
 
         in_loop(lambda session: client(record, session).begin_update())  # as a trainer leaves it that was killed
         fleet.condemn(outside, "its update was cut short")
-        again = until(lambda: [one for one in fleet.engines() if one.incarnation == 2], "not back in a known state")
+        until(lambda: [one for one in fleet.engines() if one.incarnation == 2], "not back in a known state")
         assert fleet.synced_engines() == []
         call = run_world(1, publish, models[0], models[1], store.port, "u", None, 1, 0, 1, 1)[0]
-        assert not isinstance(call, str) and fleet.synced_engines() == again, call
+        assert not isinstance(call, str), call
+        # its first try is refused: that name of a group is taken since the publishes before
+        assert [one.incarnation for one in fleet.synced_engines()] in ([2], [3])
 
 
 def test_a_request_whose_client_is_gone_is_not_computed_further(world):
@@ -292,14 +294,11 @@ def test_published_weights_are_whole_and_a_broken_engine_comes_back(world, model
 
     # as a trainer leaves it that was killed in the middle
     in_loop(lambda session: client(record, session).begin_update())
-    refused = run_world(1, publish, models[0], models[1], world.store.port, "b")[0]
-    assert isinstance(refused, str) and record.url in refused and "already open" in refused, refused
-    back = until(lambda: [found for found in world.fleet.engines() if found.incarnation == 2], "not restarted", START_S)
-    assert world.fleet.synced_engines() == []
-    assert gap(models[0], back[0]) < 1e-4  # its own weights, from the directory
-
-    assert not isinstance(run_world(1, publish, models[0], models[0], world.store.port, "c")[0], str)
-    assert [synced.key for synced in world.fleet.synced_engines()] == [("0.0", 2)]
+    reports = run_world(1, publish, models[0], models[1], world.store.port, "b")[0]
+    assert not isinstance(reports, str), reports  # it was restarted meanwhile, and took the weights then
+    (back,) = world.fleet.synced_engines()
+    assert back.key == ("0.0", 2) and [report.engines for report in reports] == [(back,), (back,)]
+    assert world.starts() == 2
 
 
 def test_a_killed_engine_is_started_again_and_leaves_nothing(world):
