@@ -26,13 +26,13 @@ SEED = 17
 
 def make_config(model: str = "none", *, need: int = 4, rollout: dict[str, Any] | None = None,
                 cluster: dict[str, Any] | None = None, objective: dict[str, Any] | None = None,
-                sglang: dict[str, Any] | None = None) -> Config:
+                sglang: dict[str, Any] | None = None, sync: dict[str, Any] | None = None) -> Config:
     """A config with fast failure and `need` prompts a step; sections given are laid over it."""
     return Config.model_validate({
         "run": {"seed": SEED}, "model": {"path": model, "dtype": "fp32"},
         "data": {"sources": [{"path": "none"}], "prompts_per_step": need},
         "reward": {"terms": [{"name": "exact"}]}, "objective": objective or {},
-        "sglang": sglang or {},
+        "sglang": sglang or {}, "sync": sync or {},
         "cluster": {"lease_timeout_s": 30.0, **(cluster or {})},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 6, "retries": 2, "no_engine_timeout_s": 1.0,
                     "request_timeout_s": 20.0, **(rollout or {})}})

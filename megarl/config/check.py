@@ -124,18 +124,17 @@ def _sync(config: Config) -> Iterator[UserMistake]:
     if sync.overlap and not rollout.max_lag:
         yield UserMistake("with rollout.max_lag 0 the next samples wait for the new weights: there is nothing to "
                           "overlap with", "sync.overlap", "set it to false, or rollout.max_lag to 1 or more")
-    if sync.directory and sync.transport != "disk":
-        yield UserMistake(f"{sync.transport} writes no files", "sync.directory",
-                          "remove it, or set sync.transport: disk")
-    if sglang and sync.transport == "delta":
-        yield UserMistake("SGLang takes whole tensors only, and nearly every tensor changes in a step",
-                          "sync.transport", "use broadcast, or disk where engines are not in the trainers' network")
+    if sync.directory and sync.transport == "broadcast":
+        yield UserMistake("broadcast writes no files", "sync.directory", "remove it, or set sync.transport: disk")
+    if sglang and sync.transport == "delta" and (rollout.urls or engines.nodes(config) > 1):
+        yield UserMistake("SGLang takes changed weights through a relay that megarl starts beside it: not for engines "
+                          "that others started, or of several hosts", "sync.transport", "use broadcast or disk")
     if sglang and sync.transport == "broadcast" and config.sglang.get("pp_size", 1) != 1:
         yield UserMistake("a broadcast reaches tensor-parallel ranks; an engine of several pipeline stages would take "
                           "weights wrongly", "sglang.pp_size",
                           "use 1 and raise sglang.tp_size, or sync.transport: disk")
-    engines = config.cluster.rollouts * rollout.engines_per_rank + len(rollout.urls)
-    if sglang and sync.verify and engines == 1:
+    count = config.cluster.rollouts // engines.nodes(config) * rollout.engines_per_rank + len(rollout.urls)
+    if sglang and sync.verify and count == 1:
         yield UserMistake("SGLang's checksums are of its own fused tensors: engines are compared with each other, and "
                           "there is only one", "sync.verify", "set it to false")
 

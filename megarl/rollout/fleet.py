@@ -46,6 +46,7 @@ class EngineRecord:
             again), failed (given up), stopped.
         detail: why it is down or failed.
         status: of a failed one: megarl's exit status for it (64 for a user's mistake).
+        relay: address of the relay that takes changed weights for it, "" if it has none.
         load: what it had to do when its supervisor last asked; None if it was not asked yet.
         keys: that its server takes; known to readers of the registry, not to the registry.
     """
@@ -56,6 +57,7 @@ class EngineRecord:
     state: Literal["starting", "up", "down", "failed", "stopped"] = "starting"
     detail: str = ""
     status: int = 0
+    relay: str = ""
     load: Load | None = field(default=None, compare=False)
     keys: Keys = field(default=NO_KEYS, compare=False, repr=False)
 

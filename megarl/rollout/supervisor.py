@@ -38,6 +38,7 @@ from megarl.rollout.lease import BEAT_S
 from megarl.rollout.link import Link
 from megarl.rollout.process import GRACE_S, EngineProcess, engine_command, first_gpu, free_port, socket_address
 from megarl.rollout.protocol import EngineError
+from megarl.rollout.relay.command import needs_relay, with_relay
 from megarl.rollout.sglang import Part, on_cpu, write_keys
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class _Supervisor:
         self._joined = registrar.joined(self._part_of) if self._node else 0
         self._link = Link(registrar, self._ids, range(index + 1, first + self._nodes) if self._ids else (),
                           self._part_of)
+        self._relays: dict[str, str] = {}
         self._parent = os.getppid()
         self.signal: signal.Signals | None = None
 
@@ -178,7 +180,7 @@ class _Supervisor:
         except MegarlError as error:
             return error, False
         self._keys_file(record.id).unlink(missing_ok=True)
-        self._link.write(replace(record, state="up", url=engine.url))
+        self._link.write(replace(record, state="up", url=engine.url, relay=self._relays.get(record.id, "")))
         log.info("%s is up at %s", engine.name, engine.url)
         client = EngineClient(engine.url, session, control_timeout_s=5.0, keys=self._keys)
         loads = asyncio.create_task(self._publish_load(record, client))
@@ -206,6 +208,8 @@ class _Supervisor:
             keys_file = self._keys_file(record.id)
             write_keys(keys_file, self._keys)
         command = engine_command(self._config, number, self._first_gpu, self._address, port, version, part, keys_file)
+        if needs_relay(self._config):
+            command, self._relays[record.id] = with_relay(self._config, command, record.id, self._address)
         path = self._logs / f"engine-{record.id}{f'.node{node}' if node else ''}.log"
         return await EngineProcess.start(title, command, (self._address, port), version, path,
                                          interpreter=self._interpreter, keys=self._keys)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import torch
 
 from megarl.checkpoint.hf_export import is_source
 from megarl.cluster import device
+from megarl.config.places import weights_directory
 from megarl.config.schema import Config
 from megarl.sync.broadcast import Broadcast
 from megarl.sync.crew import Crew
-from megarl.sync.delta_transport import Delta
+from megarl.sync.delta_transport import Delta, Relayed
 from megarl.sync.disk import Disk
 from megarl.sync.transport import Transport
 
@@ -32,23 +32,16 @@ def make_transport(config: Config, crew: Crew, address: str, generation: str) ->
 
     sync, sglang, source = config.sync, config.rollout.engine == "sglang", is_source()
     stage = parallel_state.get_pipeline_model_parallel_rank()
+    load_format = "auto" if config.sglang.get("load_format") == "dummy" else None
     if sync.transport == "disk":
-        return Disk(crew, stage=stage, is_source=source, directory=directory(config), model=Path(config.model.path),
-                    load_format="auto" if config.sglang.get("load_format") == "dummy" else None,
-                    timeout_s=sync.timeout_s)
+        return Disk(crew, stage=stage, is_source=source, directory=weights_directory(config),
+                    model=Path(config.model.path), load_format=load_format, timeout_s=sync.timeout_s)
     if sync.transport == "delta":
-        return Delta(crew, is_source=source, dtype=_DTYPES[config.model.dtype], message_bytes=sync.bucket_mb << 20,
-                     timeout_s=sync.timeout_s)
+        common = dict(is_source=source, dtype=_DTYPES[config.model.dtype], message_bytes=sync.bucket_mb << 20,
+                      timeout_s=sync.timeout_s)
+        return Relayed(crew, load_format=load_format, **common) if sglang else Delta(crew, **common)
     return Broadcast(
         crew, stage=stage, stages=parallel_state.get_pipeline_model_parallel_world_size(), is_source=source,
         name=f"megarl-{generation}", address=address,
         ranks_per_engine=int(config.sglang.get("tp_size", 1)) if sglang else 1,
         on_cpu=not sglang or device.kind() == "cpu", bucket_bytes=sync.bucket_mb << 20, timeout_s=sync.timeout_s)
-
-
-def directory(config: Config) -> Path:
-    """Where the disk transport writes: a directory of this run alone, also below one that runs share."""
-    run = Path(config.run.dir).absolute()
-    if not config.sync.directory:
-        return run / "weights"
-    return Path(config.sync.directory).absolute() / f"{run.name}-{zlib.crc32(str(run).encode()):08x}"

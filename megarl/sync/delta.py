@@ -93,7 +93,7 @@ def apply(change: Change, target: torch.Tensor) -> None:
         raise ValueError(f"{change.name} has shape {list(change.shape)}, expected {list(target.shape)}")
     if change.kind == "whole":
         (raw,) = change.parts
-        dtype = _dtype(change.dtype)
+        dtype = dtype_of(change)
         if len(raw) != math.prod(change.shape) * dtype.itemsize:
             raise ValueError(f"{change.name}: {len(raw)} bytes for {list(change.shape)} of {change.dtype}")
         target.copy_(torch.frombuffer(bytearray(raw), dtype=dtype).view(change.shape))
@@ -192,8 +192,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
+def dtype_of(change: Change) -> torch.dtype:
+    """The dtype of the tensor; ValueError if there is none of that name."""
+    found = getattr(torch, change.dtype, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}")
+        raise ValueError(f"unknown dtype {change.dtype!r}")
     return found

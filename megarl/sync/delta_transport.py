@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megarl.errors import MachineFault
+from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import EngineRecord
+from megarl.rollout.protocol import EngineError
 from megarl.sync import delta
 from megarl.sync.background import all_well
 from megarl.sync.crew import Crew, Targets
@@ -21,7 +25,7 @@ from megarl.sync.transport import Sent, Tensors, run_out
 
 
 class Delta:
-    """Compares, packs and posts. The engines' own endpoint, which SGLang does not have.
+    """Compares, packs and posts, to an endpoint of the engines' own.
 
     Args:
         crew: the trainers.
@@ -122,3 +126,51 @@ class Delta:
 
     def close(self) -> None:
         """Nothing was made."""
+
+
+class Relayed(Delta):
+    """For engines that load whole checkpoints only: their relays take the changes, while the engines still generate;
+    then the engines load what their relays have.
+
+    Args:
+        load_format: of SGLang, None: as it is configured.
+    """
+
+    session = False
+
+    def __init__(self, crew: Crew, *, load_format: str | None, **delta: Any) -> None:
+        super().__init__(crew, **delta)
+        self._load_format, self._sent = load_format, Sent()
+        self._paths: dict[str, str] = {}
+
+    def connect(self, targets: Targets) -> None:
+        """Bring the relays to the prepared version."""
+        crew = self._crew
+        sets = [EngineSet(one.number, tuple(replace(engine, url=engine.relay) for engine in one.engines))
+                for one in targets.sets]
+        answers = crew.from_zero(crew.together(lambda: self._ask(sets) if crew.is_zero else {}))
+        relays = Targets(sets, {key: held for key, (_, held, _) in answers.items()})
+        for one in sets:
+            for engine, relay in zip(next(other for other in targets.all if other.number == one.number).engines,
+                                     one.engines, strict=True):
+                self._paths[engine.url], _, failure = answers[relay.key]
+                if failure:
+                    relays.failed[one.number] = failure
+        crew.tell(relays, EngineClient.begin_update, "begin an update of the relays")
+        self._sent = super().send(relays, lambda: iter(()))
+        crew.tell(relays, EngineClient.end_update, "end the update of the relays")
+        crew.tell(relays, lambda client: client.set_version(self._version), "name what the relays hold")
+        targets.failed.update(relays.failed)
+
+    def _ask(self, sets: Sequence[EngineSet]) -> dict[tuple[str, int], tuple[str, str, str]]:
+        """(directory, version, why it does not answer) of each relay."""
+        relays = [relay for one in sets for relay in one.engines]
+        return {relay.key: ("", "", str(answer)) if isinstance(answer, EngineError)
+                else (answer.model_path, answer.weight_version, "")
+                for relay, answer in zip(relays, self._crew.ask(relays, EngineClient.model_info), strict=True)}
+
+    def send(self, targets: Targets, tensors: Tensors) -> Sent:
+        """Have the engines load it."""
+        self._crew.tell(targets, lambda client: client.update_from_disk(
+            self._paths[client.url], load_format=self._load_format, timeout_s=self._timeout_s), "load from the relays")
+        return self._sent

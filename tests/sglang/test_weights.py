@@ -23,7 +23,7 @@ from worlds import run_world
 from megarl.config.layout import Layout
 
 START_S = 300.0
-WAYS = ("broadcast", "disk")
+WAYS = ("broadcast", "disk", "delta")
 MODES = ("in_place", "retract", "abort", "finish")
 PROMPTS = ([5, 9, 3, 17, 2], [44, 8], list(range(3, 60)))
 LONG = {"input_ids": [5, 9, 3], "sampling_params": {"max_new_tokens": 150, "ignore_eos": True}, "return_logprob": True}
@@ -70,8 +70,8 @@ def killed(publisher: Any, fleet: Any, way: str) -> dict[str, Any]:
     tell = publisher._crew.tell
 
     def kill_before(targets: Any, act: Any, what: str) -> None:
-        if what.startswith({"broadcast": "end the update", "disk": "load"}[way]):
-            os.kill(min(processes_with(f"--port\0{second.url.rpartition(':')[2]}\0")), signal.SIGKILL)
+        if what.startswith({"broadcast": "end the update", "disk": "load", "delta": "load"}[way]):
+            os.kill(min(processes_with(f"--port\0{second.url.rpartition(':')[2]}\0--dtype")), signal.SIGKILL)
         tell(targets, act, what)
 
     publisher._crew.tell = kill_before
@@ -117,6 +117,7 @@ def trainer(rank: int, model: Path, folder: Path, port: int) -> dict[str, Any]:
         found[way] = {"sums": [sums(url) for url in urls], "greedy": [greedy(url) for url in urls],
                       "versions": [call(url, "/model_info")["weight_version"] for url in urls],
                       "engines": [len(report.engines) for report in reports],
+                      "bytes": [report.bytes for report in reports],
                       "seconds": [(report.seconds, report.paused_s) for report in reports]}
         found[way]["paused"] = {mode: paused(publisher, urls, mode) for mode in MODES}
         found[way]["killed"] = killed(publisher, fleet, way)
@@ -134,7 +135,7 @@ def published(tmp_path_factory, interpreter) -> dict[str, Any]:
     for name in ("run", *(f"fresh_{way}" for way in WAYS)):
         (folder / name).mkdir()
     with Supervised(folder / "run", engines=2, options=None, model=str(other), cluster={"device": "cpu"},
-                    rollout=sglang) as world:
+                    rollout=sglang, sync={"transport": "delta"}) as world:  # so that each engine has a relay
         world.fleet.wait_ready(START_S)
         found = run_world(1, trainer, model, folder, world.store.port, timeout=600)[0]
     for way in WAYS:
@@ -149,7 +150,7 @@ def published(tmp_path_factory, interpreter) -> dict[str, Any]:
 def test_engines_equal_one_that_was_started_from_the_export(published, way: str):
     found = published[way]
     fresh_sums, fresh_greedy = found["fresh"]
-    print(f"{way}: {len(fresh_sums[0])} tensors, (seconds, paused) {found['seconds']}")
+    print(f"{way}: {len(fresh_sums[0])} tensors, (seconds, paused) {found['seconds']}, bytes {found['bytes']}")
     assert len(fresh_sums[0]) > 30 and found["sums"] == [fresh_sums] * 2
     assert found["greedy"] == [fresh_greedy] * 2
     assert found["versions"] == [f"{way}:2"] * 2 and found["engines"] == [2, 2]
