@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,24 @@ def processes_with(text: str) -> list[int]:
                 continue  # it ended meanwhile, or is another user's
             if text.encode() in content:
                 found.append(int(folder.name))
+    return found
+
+
+def listening(pids: Iterable[int]) -> dict[int, str]:
+    """Ports that these processes listen on, with the address: loopback or another one, "0.0.0.0" or "::" for all."""
+    found = {}
+    for pid in pids:
+        own = set()
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                own.add(os.readlink(fd))
+        for kind in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+                words = line.split()
+                address, _, port = words[1].partition(":")
+                if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                    parts = [bytes.fromhex(address[i:i + 8])[::-1] for i in range(0, len(address), 8)]
+                    found[int(port, 16)] = str(ipaddress.ip_address(b"".join(parts)))
     return found
 
 

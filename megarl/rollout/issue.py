@@ -72,16 +72,17 @@ class Issuer:
         fleet: where engines are found.
         session: from `client.open_session`.
         rid_prefix: unique to this leader in this life of the job.
-        leader_index: where the choice among equally loaded engines begins.
+        leader_index, leaders: which leader this is, of how many that ask the same engines.
         vocab_size: token ids are below it.
         decode: token ids -> text without special tokens; for rewards and records only.
     """
 
     def __init__(self, config: Config, fleet: Fleet, session: aiohttp.ClientSession, *, rid_prefix: str,
-                 leader_index: int, vocab_size: int, decode: Callable[[Sequence[int]], str]) -> None:
+                 leader_index: int, vocab_size: int, decode: Callable[[Sequence[int]], str],
+                 leaders: int = 1) -> None:
         self._rollout, self._fleet, self._session = config.rollout, fleet, session
         self._rid_prefix, self._serial = rid_prefix, 0
-        self._balancer = Balancer(leader_index)
+        self._balancer = Balancer(leader_index, leaders)
         self._vocab_size, self._decode = vocab_size, decode
         self._seeded = config.rollout.engine == "embedded"  # SGLang takes no seed per sample
         self._aborts: set[asyncio.Task[None]] = set()

@@ -90,7 +90,7 @@ async def take(world: Supervised, prompts: int, at_once: int, sampling: Sampling
             await EngineClient(engine.url, session).set_version(VERSION)
         world.fleet.mark_synced(VERSION, world.fleet.engines())
         issuer = Issuer(world.config, world.fleet, session, rid_prefix=f"many/{at_once}", leader_index=0,
-                        vocab_size=VOCABULARY, decode=lambda _: "")
+                        leaders=1, vocab_size=VOCABULARY, decode=lambda _: "")
         gate, rng, begun = asyncio.Semaphore(at_once), np.random.default_rng(0), time.monotonic()
 
         async def one(position: int) -> None:

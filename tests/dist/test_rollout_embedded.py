@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from models import save_hf_model
 from rollout_parts import GENERATION, SEED, VERSION, NumberedPrompts, in_loop
-from supervised import Supervised, processes_with, until
+from supervised import Supervised, listening, processes_with, until
 
 from megarl.config.schema import SamplingConfig
 from megarl.data.sample import sample_seed
@@ -47,6 +47,14 @@ def world(tmp_path_factory):
         yield supervised
         for leader in supervised.leaders:
             leader.close()
+
+
+def test_servers_listen_on_loopback_alone_where_the_job_is_on_one_host(world):
+    ports = {int(record.url.rpartition(":")[2]) for record in world.fleet.engines()}
+    pids = [pid for port in ports for pid in processes_with(f"--port\0{port}\0")]
+    found = listening(pids)
+    assert len(ports) == 2 and {port: found[port] for port in ports} == dict.fromkeys(ports, "127.0.0.1")
+    assert set(found.values()) == {"127.0.0.1"}, found
 
 
 def _fleet(world):

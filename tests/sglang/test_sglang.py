@@ -19,7 +19,7 @@ import torch
 from good_config import _write_tokenizer
 from models import config_for, save_hf_model
 from rollout_parts import in_loop, make_config, new_store
-from supervised import Supervised, processes_with, until
+from supervised import Supervised, listening, processes_with, until
 from worlds import run_world
 
 from megarl.cluster.keys import NO_KEYS, Keys
@@ -164,6 +164,9 @@ def test_keys_open_what_they_should_and_are_seen_by_nobody(world):
     call(KEYS, "flush")
     commands = "".join(name_of(pid) for pid in processes_with(str(world.run_dir)))
     assert "launch.py" in commands and KEYS.api not in commands and KEYS.admin not in commands
+    found = listening(processes_with(str(world.run_dir)))
+    print(f"SGLang listens on {sorted(found.items())}")
+    assert found[int(record.url.rpartition(":")[2])] == "127.0.0.1"
     logs = world.run_dir / "logs"
     assert [path.name for path in logs.iterdir() if ".keys" in path.name] == []
     assert stat.S_IMODE((logs / "engine-0.0.log").stat().st_mode) == 0o600
