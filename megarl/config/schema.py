@@ -309,11 +309,12 @@ class SyncConfig(Section):
 
     transport: Literal["broadcast", "disk", "delta"] = Field(
         "broadcast", description="process groups with the engines; a directory that all hosts share; or only what "
-        "changed, over HTTP (embedded engine)")
+        "changed, over HTTP")
     engines_per_set: PositiveInt = Field(4, description="engines updated together; a dead one stalls its set only")
     overlap: bool = Field(False, description="copy the weights and send them while the trainers go on (needs "
                           "rollout.max_lag of 1 or more, and host memory for a copy)")
-    directory: str = Field("", description="disk: where versions of the weights are written; empty: run.dir/weights")
+    directory: str = Field("", description="disk: where versions of the weights are written, empty: run.dir/weights; "
+                           "delta: where SGLang's relays keep copies, empty: in memory")
     bucket_mb: PositiveInt = Field(512, description="weights sent at a time, MiB")
     timeout_s: PositiveFloat = Field(120.0, description="of one bucket or one call to an engine, seconds")
     verify: bool = Field(False, description="compare a checksum of every tensor on both sides after each update")
