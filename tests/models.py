@@ -19,7 +19,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(model_type="qwen3_moe", intermediate_size=48, head_dim=16, moe_intermediate_size=24,
                       num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
     "glm4_moe": dict(model_type="glm4_moe", intermediate_size=48, head_dim=16, moe_intermediate_size=24,
-                     n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2, first_k_dense_replace=1,
+                     n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2, first_k_dense_replace=2,
                      routed_scaling_factor=1.5, use_qk_norm=True, attention_bias=True, num_nextn_predict_layers=0),
 }
 
