@@ -38,7 +38,7 @@ from megarl.rollout.lease import BEAT_S
 from megarl.rollout.link import Link
 from megarl.rollout.process import GRACE_S, EngineProcess, engine_command, first_gpu, free_port, socket_address
 from megarl.rollout.protocol import EngineError
-from megarl.rollout.relay.command import needs_relay, with_relay
+from megarl.rollout.relay.command import needs_relay, remove_copy, with_relay
 from megarl.rollout.sglang import Part, on_cpu, write_keys
 
 log = logging.getLogger(__name__)
@@ -165,6 +165,7 @@ class _Supervisor:
                 if self._nodes > 1:
                     self._link.announce(name, record.incarnation, "")
                 await (engine.stop(GRACE_S[self._config.rollout.engine]) if ending else engine.kill())
+                remove_copy(self._config, name)
                 self._keys_file(name).unlink(missing_ok=True)
             if given_up:
                 raise cause

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from megarl.config.places import relay_directory
 from megarl.config.schema import Config
@@ -28,3 +30,12 @@ def with_relay(config: Config, command: Sequence[str], engine: str, address: str
     return [sys.executable, "-m", "megarl.rollout.relay", "--model-path", config.model.path, "--directory",
             str(relay_directory(config, engine)), "--host", address, "--port", str(port), "--", *command], (
         f"http://{socket_address(address, port)}")
+
+
+def remove_copy(config: Config, engine: str) -> None:
+    """What a relay that was killed has left in its host's memory."""
+    if needs_relay(config):
+        directory = relay_directory(config, engine)
+        shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):  # other engines' copies may lie beside it
+            directory.parent.rmdir()
