@@ -1,4 +1,4 @@
-"""A task with a tool: `17 * 23 - 8` is to be answered with 383, which a tiny model cannot work out but a calculator can.
+"""A task with a tool: `17*23-8` is to be answered with 383, which a tiny model cannot work out but a calculator can.
 
 The environment, its prompts, and the dialogues of the warm start. torch is not needed here.
 """
@@ -73,6 +73,11 @@ def questions(rng: np.random.Generator, *, held_out: bool) -> Iterator[str]:
         expression = f"{first}{one}{second}{two}{third}"
         if (hashlib.sha256(expression.encode()).digest()[0] % 10 == 0) == held_out:
             yield expression
+
+
+def warm_questions(rng: np.random.Generator) -> Iterator[str]:
+    """Those of the warm start."""
+    return questions(rng, held_out=False)
 
 
 def label(expression: str) -> str:

@@ -108,11 +108,11 @@ def new_tokenizer() -> Any:
 
 
 def train(model: Any, tokenizer: Any, options: Options, progress: Callable[[int, float], None]) -> float:
-    """Train in place on the dialogues of both tasks, held-out questions left out; the last loss."""
+    """Train in place on dialogues of both tasks; the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), options.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, options.steps))
     rng = np.random.default_rng([options.seed, 2])
-    questions = [task.questions(rng, held_out=False) for task in TASKS]
+    questions = [task.warm_questions(rng) for task in TASKS]
     model.train()
     loss = float("nan")
     for step in range(options.steps):
