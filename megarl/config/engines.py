@@ -21,7 +21,7 @@ def gpus(config: Config) -> int:
 def nodes(config: Config) -> int:
     """Consecutive rollout ranks over which one engine is spread."""
     have = config.rollout.gpus_per_rank
-    return 1 if have is None else max(1, -(-gpus(config) // have))
+    return 1 if have is None or config.rollout.engine != "sglang" else max(1, -(-gpus(config) // have))
 
 
 def host_of(url: str) -> str:
@@ -49,7 +49,8 @@ def check(config: Config) -> Iterator[UserMistake]:
                               "for example http://node7:30000, without a path")
         elif url in rollout.urls[:number]:
             yield UserMistake(f"{url} is there twice", f"rollout.urls.{number}", "name each engine once")
-    if rollout.gpus_per_rank is not None and isinstance(config.sglang.get("tp_size", 1), int):
+    sizes = [config.sglang.get(name, 1) for name in ("tp_size", "pp_size")]
+    if rollout.engine == "sglang" and rollout.gpus_per_rank is not None and all(isinstance(n, int) for n in sizes):
         yield from _placement(config)
 
 

@@ -70,7 +70,7 @@ class ExternalEngines:
         self._ids = [f"{URL}.{number}" for number in range(len(config.rollout.urls))]
         self._link = Link(Registrar(store, URL), self._ids)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="engines of others", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="engines of others", daemon=True)
 
     def __enter__(self) -> ExternalEngines:
         if self._ids:
@@ -82,6 +82,12 @@ class ExternalEngines:
         self._closing.set()
         if self._ids:
             self._thread.join(2 * PROBE_TIMEOUT_S)
+
+    def _main(self) -> None:
+        """If this fails, its lease stands still, and the engines count as gone."""
+        try:
+            asyncio.run(self._run())
+        finally:
             self._link.close(2 * BEAT_S)
 
     async def _run(self) -> None:
@@ -96,7 +102,7 @@ class ExternalEngines:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception):
-                    raise result  # a bug: the thread ends, its lease stands still, and the engines count as gone
+                    raise result
 
 
 class _Line:

@@ -94,6 +94,7 @@ class Issuer:
             UserMistake, MachineFault: as `complete` does.
         """
         completions = await self.complete(prompt.token_ids, seeds, work, f"p{prompt.position}")
+        self._balancer.forget(f"p{prompt.position}")
         if completions is None:
             work.counts["dropped"] += 1
             return None

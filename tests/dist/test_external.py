@@ -115,6 +115,19 @@ def test_a_condemned_one_is_left_out_until_it_is_in_a_known_state(monkeypatch, c
         assert "not megarl's to end" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_engines_that_nobody_looks_after_count_as_gone(monkeypatch):
+    with looked_after(ScriptedEngine("default")) as (fleet, _):
+        fleet.wait_ready(20)
+
+        async def broken(self):
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(external._Line, "_look", broken)
+        until(lambda: not fleet.engines(), "still there", 20.0)
+        assert "trainer 0, which looks after it, is silent" in fleet.describe_missing([])
+
+
 class _Keyed(ScriptedEngine):
     """Takes control calls with the admin key alone."""
 
