@@ -138,22 +138,21 @@ class Relayed(Delta):
 
     session = False
 
-    def __init__(self, crew: Crew, *, load_format: str | None, **delta: Any) -> None:
-        super().__init__(crew, **delta)
+    def __init__(self, crew: Crew, *, load_format: str | None, **common: Any) -> None:
+        super().__init__(crew, **common)
         self._load_format, self._sent = load_format, Sent()
         self._paths: dict[str, str] = {}
 
     def connect(self, targets: Targets) -> None:
         """Bring the relays to the prepared version."""
-        crew = self._crew
+        crew, members = self._crew, targets.sets
         sets = [EngineSet(one.number, tuple(replace(engine, url=engine.relay) for engine in one.engines))
-                for one in targets.sets]
+                for one in members]
         answers = crew.from_zero(crew.together(lambda: self._ask(sets) if crew.is_zero else {}))
         relays = Targets(sets, {key: held for key, (_, held, _) in answers.items()})
-        for one in sets:
-            for engine, relay in zip(next(other for other in targets.all if other.number == one.number).engines,
-                                     one.engines, strict=True):
-                self._paths[engine.url], _, failure = answers[relay.key]
+        for one in members:
+            for engine in one.engines:
+                self._paths[engine.url], _, failure = answers[engine.key]
                 if failure:
                     relays.failed[one.number] = failure
         crew.tell(relays, EngineClient.begin_update, "begin an update of the relays")
