@@ -53,7 +53,7 @@ def relayed(config: Any, run: Path) -> Any:
     return config.model_copy(update={
         "run": config.run.model_copy(update={"dir": str(run)}), "cluster": config.cluster.model_copy(
             update={"device": "cpu"}), "rollout": config.rollout.model_copy(update={"engine": "sglang"}),
-        "sync": config.sync.model_copy(update={"transport": "delta", "verify": False})})
+        "sync": config.sync.model_copy(update={"transport": "delta", "verify": False, "directory": str(run / "copies")})})
 
 
 def trainer(rank: int, model: Path, folder: Path, url: str, relay: str) -> dict[str, Any]:
