@@ -11,6 +11,7 @@ import torch
 from megarl.data import routing
 from megarl.data.routing import RoutingShape
 from megarl.data.sample import Group
+from megarl.errors import UserMistake
 
 META_COLUMNS = 8  # position, n, part, prompt tokens, response tokens, trained tokens, reward's bits, truncated
 
@@ -143,9 +144,16 @@ class SampleBatch:
                 torch.from_numpy(self.versions.copy()))
 
     def experts_to_wire(self, shape: RoutingShape) -> torch.Tensor:
-        """The experts as bytes, uint8 [sum of lengths, shape.token_bytes]; all free if they are not known."""
+        """The experts as bytes, uint8 [sum of lengths, shape.token_bytes].
+
+        Raises:
+            UserMistake: no sample has any: they were sampled, or recorded, without.
+        """
         whole = self.experts
         if whole is None:
+            if len(self):
+                raise UserMistake("the samples have no experts to replay", "moe.replay",
+                                  "use none or old; engine needs samples that were drawn with moe.replay: engine")
             whole = np.full((len(self.tokens), len(shape.moe_layers), shape.top_k), shape.free, shape.dtype)
         if whole.shape[1:] != (len(shape.moe_layers), shape.top_k) or whole.dtype != shape.dtype:
             raise ValueError(f"experts are {whole.dtype} {whole.shape}, the model's {shape}")

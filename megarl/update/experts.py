@@ -101,16 +101,18 @@ def move_bias(chunks: Sequence[PolicyChunk], counted: Sequence[Load], rate: floa
                 router.expert_bias += rate * torch.sign(counts.mean() - counts).to(router.expert_bias)
 
 
-def statistics(chunks: Sequence[PolicyChunk], counted: Sequence[Load], groups: Groups) -> dict[str, float]:
+def statistics(chunks: Sequence[PolicyChunk], counted: Sequence[Load], groups: Groups,
+               real_tokens: int) -> dict[str, float]:
     """Losses and loads of the experts in an optimizer step, the same on every trainer; {} for a dense model.
 
     Args:
         counted: per chunk of this rank, where the routers sent the step's tokens.
+        real_tokens: of the step, prompts included.
     Returns:
         moe/balance_loss and moe/z_loss (with their coefficients); by layer moe/load_max/<layer>, the busiest expert's
         share of tokens over its fair share, and moe/load_entropy/<layer>, 1 if all experts get as many; the worst of
         both without a layer; in a replay moe/routing_disagreement, the share of (token, layer) whose router would have
-        chosen another set of experts, and by layer.
+        chosen another set of experts, and by layer; and moe/replayed, the share of the step's that had a choice.
     """
     if not counted:
         return {}
@@ -129,7 +131,8 @@ def statistics(chunks: Sequence[PolicyChunk], counted: Sequence[Load], groups: G
         if sum(compared):
             values[f"moe/routing_disagreement/{layer}"] = others / max(tokens, 1)
     if sum(compared):
-        values["moe/routing_disagreement"] = sum(differing) / sum(compared)
+        values |= {"moe/routing_disagreement": sum(differing) / sum(compared),
+                   "moe/replayed": sum(compared) / (len(layers) * real_tokens)}
     return values
 
 

@@ -133,7 +133,7 @@ class Policy:
         if rate := self.config.model.balance.bias_rate:
             experts.move_bias(self.chunks, experts.loads(self.chunks, self._stage_peers), rate)
         stats = across.policy_statistics(minibatch.stats, self.groups, self.config.rollout.max_lag + 1)
-        stats |= experts.statistics(self.chunks, minibatch.loads, self.groups)
+        stats |= experts.statistics(self.chunks, minibatch.loads, self.groups, minibatch.real_tokens)
         return stats | {"optim/grad_norm": norm, "optim/lr": self.optimizer.lr, "optim/skipped": 0.0}
 
     def _logprobs(self, hidden_tbh: torch.Tensor, chunk: PolicyChunk, batch: PackedBatch

@@ -111,7 +111,7 @@ def gaps(rank: int, path: str, settings: dict[str, Any]) -> dict[str, float]:
     policy.old_logprobs(minibatch)
     log_ratio = torch.cat([(batch.per_token["old_logprobs"] - batch.per_token["engine_logprobs"])[batch.mask_t]
                            for batch in minibatch.batches]).double()
-    stats = experts.statistics(policy.chunks, minibatch.loads, groups)
+    stats = experts.statistics(policy.chunks, minibatch.loads, groups, minibatch.real_tokens)
     return {"tokens": len(log_ratio), "mean": float(log_ratio.abs().mean()), "max": float(log_ratio.abs().max()),
             "far": float((log_ratio.abs() > 0.1).double().mean()),
             "kl": float((log_ratio.exp() - 1 - log_ratio).mean()),

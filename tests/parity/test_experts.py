@@ -170,7 +170,7 @@ def disagreement(path: str, groups: Any) -> dict[str, Any]:
     policy.old_logprobs(minibatch)
     from megarl.update import experts
 
-    stats = experts.statistics(policy.chunks, minibatch.loads, groups)
+    stats = experts.statistics(policy.chunks, minibatch.loads, groups, minibatch.real_tokens)
     return {"stats": stats, "changed": changed, "swapped": swapped, "batches": len(minibatch.batches),
             "tokens": minibatch.real_tokens,
             "moved": any(not torch.equal(batch.per_token["old_logprobs"], old)
@@ -300,3 +300,4 @@ def test_disagreement_by_hand(single: dict[str, Any]) -> None:
     assert [found["stats"][f"moe/routing_disagreement/{layer}"] for layer in range(3)] == [0.0] * 3
     whole = found["changed"] / (3 * found["tokens"] + compared)
     assert found["stats"]["moe/routing_disagreement"] == pytest.approx(whole, abs=1e-12)
+    assert found["stats"]["moe/replayed"] == pytest.approx((3 * found["tokens"] + compared) / (4 * found["tokens"]))
