@@ -20,7 +20,7 @@ TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "LOCAL_RANK": "
 
 
 def scheduler_for(path: Path | str, slots: int = 64, text: Any = None, dtype: str = "float32",
-                  routing: bool = False) -> Any:
+                  routing: bool = False, prefix_tokens: int = 0) -> Any:
     """A scheduler over the checkpoint, version "v0"; `routing`: it records experts."""
     import torch
 
@@ -32,7 +32,7 @@ def scheduler_for(path: Path | str, slots: int = 64, text: Any = None, dtype: st
     hf = HFConfig.read(path)
     weights = Weights(hf, getattr(torch, dtype))
     weights.load_checkpoint(path)
-    return Scheduler(Decoder(weights, routing), slots, hf.eos_ids, text, "v0")
+    return Scheduler(Decoder(weights, routing), slots, hf.eos_ids, text, "v0", prefix_tokens)
 
 
 def submit(scheduler: Any, body: dict[str, Any], vocab: int = 99, context: int = 2048, text: Any = None,

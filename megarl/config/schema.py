@@ -169,6 +169,9 @@ class RolloutConfig(Section):
         "retract", description="unfinished answers at new weights; retract: go on with new keys and values; in_place: "
         "with the old ones; abort: are asked for again from where they were; finish: end first, with the old weights")
     slots: PositiveInt = Field(64, description="embedded engine: sequences decoded together")
+    prefix_tokens: NonNegativeInt = Field(
+        16384, description="embedded engine, where there are environments: tokens of finished turns whose keys and "
+        "values are kept for the next turn; which of them are there depends on timing once they are more")
     start_attempts: PositiveInt = Field(3, description="starts in a row that an engine may fail before it is given up")
     no_engine_timeout_s: PositiveFloat = Field(
         60.0, description="a fault if groups or new weights wait for an engine for so long")
@@ -326,7 +329,10 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = Field(50, description="steps between saves; 0: only at the end")
     minutes: PositiveFloat | None = Field(None, description="also save when so many minutes have passed since the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep_every: NonNegativeInt = Field(0, description="also keep those of every so many steps; 0: none")
+    background: bool = Field(True, description="write in a thread: the run stops for a copy to host memory only")
     resume: bool = Field(True, description="continue from the newest checkpoint in the run directory")
+    allow_changes: bool = Field(False, description="resume although settings that alter what is learnt have changed")
     export: bool = Field(True, description="write a Hugging Face checkpoint at the end (run.dir/export)")
 
 

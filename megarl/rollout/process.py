@@ -67,6 +67,7 @@ def engine_command(config: Config, number: int, first_gpu: int, host: str, port:
         common.append("--enable-return-routed-experts")
     if config.rollout.engine == "embedded":
         return [sys.executable, "-m", "megarl.rollout.embedded", *common, "--slots", str(config.rollout.slots),
+                *(("--prefix-tokens", str(config.rollout.prefix_tokens)) if config.environments else ()),
                 "--update-timeout", str(config.sync.timeout_s)]
     return server_command(config, common, first_gpu + number * gpus(config), version, part, keys_file)
 

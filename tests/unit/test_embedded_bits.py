@@ -58,13 +58,24 @@ def differences(settings: dict[str, Any], dtype: str) -> list[str]:
         return {"rid": f"{length}.", "input_ids": prompt, "sampling_params": {
             "max_new_tokens": 10, "n": 2, "sampling_seed": 10 * length, "ignore_eos": True, **params}}
 
-    def scheduler(slots: int) -> Scheduler:
-        return Scheduler(Decoder(weights), slots, hf.eos_ids, None, "v0")
+    def scheduler(slots: int, prefix_tokens: int = 0) -> Scheduler:
+        return Scheduler(Decoder(weights), slots, hf.eos_ids, None, "v0", prefix_tokens)
+
+    def second_turn(engine: Scheduler, first: list[dict[str, Any]], length: int, wait: bool) -> Any:
+        """Goes on from the first sample of a first turn, whose keys and values the engine has kept."""
+        asked = body(length)
+        asked["input_ids"] += [*ids_of(first[0]), *range(5, 12)]
+        return run(engine, asked) if wait else submit(engine, asked)
 
     alone = {length: run(scheduler(64), body(length)) for length in WATCHED}
+    next_alone = {}
+    for length in WATCHED:
+        engine = scheduler(64, 10_000)
+        next_alone[length] = second_turn(engine, run(engine, body(length)), length, wait=True)
+        assert next_alone[length][0]["meta_info"]["cached_tokens"] == length + 9
     found = []
     for slots in (20, 64):
-        crowd, random = scheduler(slots), np.random.default_rng(slots)
+        crowd, random = scheduler(slots, 10_000), np.random.default_rng(slots)
         watched, others = {}, 0
         for length in random.permutation(WATCHED).tolist():
             for _ in range(6):
@@ -76,12 +87,18 @@ def differences(settings: dict[str, Any], dtype: str) -> list[str]:
                 crowd.step()
         while crowd.step():
             pass
+        later = {length: second_turn(crowd, answer_of(generate), length, wait=False)
+                 for length, generate in watched.items()}
+        while crowd.step():
+            pass
         for length, generate in watched.items():
-            for one, other in zip(alone[length], answer_of(generate), strict=True):
+            for kind, one, other in (*(("", *pair) for pair in zip(alone[length], answer_of(generate), strict=True)),
+                                     *((" later", *pair) for pair in zip(next_alone[length], answer_of(later[length]),
+                                                                         strict=True))):
                 if ids_of(one) != ids_of(other):
-                    found.append(f"{length} among {slots}: other tokens")
+                    found.append(f"{length}{kind} among {slots}: other tokens")
                 elif logprobs_of(one) != logprobs_of(other):
-                    found.append(f"{length} among {slots}: other log-probs")
+                    found.append(f"{length}{kind} among {slots}: other log-probs")
     return found
 
 

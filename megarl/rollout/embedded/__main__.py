@@ -33,6 +33,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, required=True, help="0 takes a free one")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and computation")
     parser.add_argument("--slots", type=int, default=64, help="sequences decoded together")
+    parser.add_argument("--prefix-tokens", type=int, default=0,
+                        help="tokens of finished sequences whose keys and values are kept for prompts that begin so")
     parser.add_argument("--context-length", type=int, help="prompt and response, tokens; default: the model's own")
     parser.add_argument("--threads", type=int, default=1, help="torch threads; small models are fastest with one")
     parser.add_argument("--weight-version", default="default", help="name of the weights in the directory")
@@ -106,7 +108,7 @@ def main(argv: list[str]) -> None:
     routing = arguments.enable_return_routed_experts
     limits = Limits(hf.vocab, min(arguments.context_length or hf.max_positions, hf.max_positions), routing)
     scheduler = Scheduler(Decoder(weights, routing), arguments.slots, tuple(sorted(eos_ids)), text,
-                          arguments.weight_version)
+                          arguments.weight_version, arguments.prefix_tokens)
     engine = Engine(scheduler, WeightUpdater(weights, arguments.update_timeout))
     engine.start()
     app = RequireKeys(Server(engine, weights, limits, text, arguments.model_path).app(), keys)

@@ -36,6 +36,11 @@ class Computed:
         return Computed(self.kv_l2ktd[:, :, :, start:end],
                         None if self.routed_tlk is None else self.routed_tlk[start:end])
 
+    def then(self, more: Computed) -> Computed:
+        """These tokens and those after them."""
+        return Computed(torch.cat((self.kv_l2ktd, more.kv_l2ktd), 3),
+                        None if self.routed_tlk is None else torch.cat((self.routed_tlk, more.routed_tlk)))
+
     def clone(self) -> Computed:
         """A copy that keeps nothing else alive."""
         return Computed(self.kv_l2ktd.clone(), None if self.routed_tlk is None else self.routed_tlk.clone())
@@ -94,6 +99,12 @@ class SlotCache:
         self.all[:, :, where, :, :len(prefix)] = prefix.kv_l2ktd.unsqueeze(2)
         if self.routed is not None:
             self.routed[where, :len(prefix)] = prefix.routed_tlk
+
+    @torch.inference_mode()
+    def take(self, slot: int, tokens: int) -> Computed:
+        """A copy of what was computed of the first tokens of a slot."""
+        return Computed(self.all[:, :, slot, :, :tokens].clone(),
+                        None if self.routed is None else self.routed[slot, :tokens].clone())
 
     @torch.inference_mode()
     def move(self, sources: list[int], targets: list[int], length: int) -> None:

@@ -26,11 +26,20 @@ SMALL_PRODUCT = 400  # below so many multiplications in each product of a batch 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of one padded length in a prefill: `count` of them, from row `start` of the packed tokens on."""
+    """Prompts of one padded length in a prefill: `count` of them, from row `start` of the packed tokens on.
+
+    `past`: what was computed before of the tokens in front of them; then `count` is 1.
+    """
 
     start: int
     count: int
     length: int
+    past: Computed | None = None
+
+    @property
+    def before(self) -> int:
+        """Tokens in front."""
+        return 0 if self.past is None else len(self.past)
 
 
 class Tables:
@@ -113,8 +122,8 @@ class Decoder:
             What was computed of the T tokens. No logits: the last token of a prompt is left to the decode step.
         """
         hf, heads = self.hf, self.hf.heads
-        positions_t = torch.cat([torch.arange(part.length).repeat(part.count) for part in parts])
-        self._tables.reserve(max(part.length for part in parts))
+        positions_t = torch.cat([part.before + torch.arange(part.length).repeat(part.count) for part in parts])
+        self._tables.reserve(max(part.before + part.length for part in parts))
         cos, sin = self._tables.rotary(positions_t)
         kv = torch.empty(hf.layers, 2, hf.kv_heads, len(tokens_t), hf.head_dim, dtype=self.weights.dtype)
         routed_tlk = self._no_routing(len(tokens_t))
@@ -125,7 +134,7 @@ class Decoder:
             last = number + 1 == hf.layers
             if last and routed_tlk is None:
                 break  # nobody reads the last hidden states
-            mixed = torch.cat([self._attend_prompts(qkv_tnd, part) for part in parts])
+            mixed = torch.cat([self._attend_prompts(qkv_tnd, part, number) for part in parts])
             hidden_th = torch.addmm(hidden_th, mixed, layer.o_oh)
             chosen = None if routed_tlk is None else routed_tlk[:, number]
             if last and layer.router_eh is not None:
@@ -138,13 +147,19 @@ class Decoder:
         """Room for the experts of so many tokens, int16 [tokens, layers, k]; None if they are not recorded."""
         return torch.zeros(tokens, self.hf.layers, self.hf.top_k, dtype=torch.int16) if self.routing else None
 
-    def _attend_prompts(self, qkv_tnd: torch.Tensor, part: Prompts) -> torch.Tensor:
-        """Causal attention inside each prompt of a part; [rows, heads * head_dim]."""
+    def _attend_prompts(self, qkv_tnd: torch.Tensor, part: Prompts, layer: int) -> torch.Tensor:
+        """Causal attention inside each prompt of a part, and to what stands in front; [rows, heads * head_dim]."""
         hf = self.hf
         rows = part.count * part.length
         whole = qkv_tnd[part.start:part.start + rows].unflatten(0, (part.count, part.length)).transpose(1, 2)
         q, k, v = whole.split((hf.heads, hf.kv_heads, hf.kv_heads), 1)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if part.past is None:
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            past_k, past_v = part.past.kv_l2ktd[layer].unsqueeze(1)
+            k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
+            seen = torch.ones(part.length, part.before + part.length, dtype=torch.bool).tril(part.before)
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
         return mixed.transpose(1, 2).reshape(rows, -1)
 
     @torch.inference_mode()

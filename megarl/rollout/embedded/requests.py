@@ -49,6 +49,8 @@ class Sequence:
         cached_tokens: prompt tokens that were computed for another sample of the group.
         routed: int16 [tokens, layers, k], experts of the tokens from `group.routed_from` to the last but one; None if
             they were not asked for, or if the sequence was aborted while its keys and values were gone.
+        era: counts the times that keys and values were forgotten, when its own were begun: those of a sequence that
+            went on with old ones are not kept.
         finish: SGLang's finish_reason, None while unfinished.
     """
 
@@ -62,6 +64,7 @@ class Sequence:
     cached_tokens: int = 0
     routed: np.ndarray | None = None
     retractions: int = 0
+    era: int = 0
     finish: dict[str, Any] | None = None
 
     def mark(self, version: str, tokens: int) -> None:

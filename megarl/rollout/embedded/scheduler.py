@@ -10,6 +10,7 @@ import torch
 
 from megarl.rollout.embedded.cache import Computed, aligned
 from megarl.rollout.embedded.decoder import Decoder, Prompts
+from megarl.rollout.embedded.prefixes import PrefixCache
 from megarl.rollout.embedded.requests import Group, Sequence
 from megarl.rollout.embedded.sampler import sample, uniforms
 from megarl.rollout.embedded.slots import SlotTable
@@ -28,21 +29,25 @@ class Scheduler:
         slots: sequences decoded together.
         eos_ids: end-of-sequence tokens, for requests without ignore_eos.
         text: for stop strings.
+        prefix_tokens: of finished sequences whose keys and values are kept for prompts that begin with them.
 
     A sequence's tokens and log-probs are a function of weights, prompt, parameters and seed. The others in the batch
-    do not matter, nor does when it entered; after a retraction keys and values come from another computation of the
-    same numbers, which may round otherwise.
+    do not matter, nor does when it entered; after a retraction, and where a prompt begins with a finished sequence that
+    is kept, keys and values come from another computation of the same numbers, which may round otherwise. What is kept
+    depends on what else was asked, within `prefix_tokens`.
 
     Attributes:
         version: name of the current weights; change it by `set_version`.
         prefilled_tokens, generated_tokens: prompt tokens computed, and tokens sampled, since the start.
     """
 
-    def __init__(self, decoder: Decoder, slots: int, eos_ids: tuple[int, ...], text: Text | None, version: str) -> None:
+    def __init__(self, decoder: Decoder, slots: int, eos_ids: tuple[int, ...], text: Text | None, version: str,
+                 prefix_tokens: int = 0) -> None:
         self._decoder, self._eos_ids, self._text = decoder, eos_ids, text
         self._cache = decoder.new_cache(slots)
         self._table = SlotTable(aligned(slots), slots)
         self._waiting: deque[Sequence] = deque()
+        self._prefixes, self._era = PrefixCache(prefix_tokens), 0
         self.version = version
         self.prefilled_tokens = self.generated_tokens = 0
 
@@ -79,7 +84,10 @@ class Scheduler:
         self.forget()
 
     def forget(self) -> None:
-        """Drop prompts that were computed for samples still waiting; slots keep their keys and values."""
+        """Drop prompts that were computed for samples still waiting, and finished sequences; slots keep their keys and
+        values."""
+        self._prefixes.clear()
+        self._era += 1
         for sequence in self._waiting:
             sequence.group.prefix = None
 
@@ -155,6 +163,9 @@ class Scheduler:
         start, tokens = sequence.group.routed_from, len(sequence.group.prompt_ids) + len(sequence.output_ids)
         if start is not None:  # the newest token has not been computed
             sequence.routed = self._cache.experts(slot, start, max(start, tokens - 1))
+        if self._prefixes.room and finish is not NOT_FINITE and sequence.era == self._era:
+            done = np.concatenate([sequence.group.prompt_ids, sequence.output_ids])[:-1]
+            self._prefixes.keep(done, self._cache.take(slot, len(done)))
         self._finish(sequence, finish)
 
     def _finish(self, sequence: Sequence, finish: dict) -> None:
@@ -184,6 +195,7 @@ class Scheduler:
         for slot in self._table.free()[:len(self._waiting)]:
             sequence = self._waiting.popleft()
             self._table.fill(slot, sequence, self._stop_ids(sequence))
+            sequence.era = self._era
             key = (id(sequence),) if len(sequence.output_ids) else (id(sequence.group), 0)
             newcomers.setdefault(key, []).append((slot, sequence))
         todo = []
@@ -191,9 +203,15 @@ class Scheduler:
             sequence = members[0][1]
             if len(sequence.output_ids) == 0 and sequence.group.prefix is not None:
                 self._place(members, sequence.group.prefix)
-            else:
-                todo.append((np.concatenate([sequence.group.prompt_ids, sequence.output_ids])[:-1], members))
-        todo = [(tokens, members) for tokens, members in todo if len(tokens)]
+                continue
+            tokens = np.concatenate([sequence.group.prompt_ids, sequence.output_ids])[:-1]
+            past = self._prefixes.find(tokens) if len(sequence.output_ids) == 0 else None
+            if past is not None:
+                sequence.cached_tokens = len(past)
+            if past is not None and len(past) == len(tokens):
+                self._share(members, past)
+            elif len(tokens):
+                todo.append((tokens[0 if past is None else len(past):], members, past))
         todo.sort(key=lambda item: len(item[0]))
         while todo:
             count = 1
@@ -202,28 +220,33 @@ class Scheduler:
             self._prefill(todo[:count])
             todo = todo[count:]
 
-    def _prefill(self, todo: list[tuple[np.ndarray, list[tuple[int, Sequence]]]]) -> None:
-        """Compute keys and values of tokens and copy them into the slots of those who share them."""
-        lengths = [aligned(len(tokens)) for tokens, _ in todo]
+    def _prefill(self, todo: list[tuple[np.ndarray, list[tuple[int, Sequence]], Computed | None]]) -> None:
+        """Compute keys and values of tokens, perhaps behind others, and copy them into the slots of those who share
+        them."""
+        lengths = [aligned(len(tokens)) for tokens, _, _ in todo]
         packed = np.zeros(sum(lengths), np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         parts: list[Prompts] = []
-        for (tokens, _), start, length in zip(todo, starts, lengths, strict=False):
+        for (tokens, _, past), start, length in zip(todo, starts, lengths, strict=False):
             packed[start:start + len(tokens)] = tokens
-            if parts and parts[-1].length == length:
+            if parts and parts[-1].length == length and past is None and parts[-1].past is None:
                 parts[-1] = Prompts(parts[-1].start, parts[-1].count + 1, length)
             else:
-                parts.append(Prompts(int(start), 1, length))
+                parts.append(Prompts(int(start), 1, length, past))
             self.prefilled_tokens += len(tokens)
         computed = self._decoder.prefill(torch.from_numpy(packed), parts)
-        for (tokens, members), start in zip(todo, starts, strict=False):
-            prefix = computed.cut(start, start + len(tokens))
-            self._place(members, prefix)
-            first, *others = (sequence for _, sequence in members)
-            for sequence in others:
-                sequence.cached_tokens = len(tokens)
-            if self._waiting and self._waiting[0].group is first.group and not len(self._waiting[0].output_ids):
-                first.group.prefix = prefix.clone()
+        for (tokens, members, past), start in zip(todo, starts, strict=False):
+            new = computed.cut(start, start + len(tokens))
+            self._share(members, new if past is None else past.then(new))
+
+    def _share(self, members: list[tuple[int, Sequence]], prefix: Computed) -> None:
+        """Give a group's samples the prompt that was computed for the first of them."""
+        self._place(members, prefix)
+        first, *others = (sequence for _, sequence in members)
+        for sequence in others:
+            sequence.cached_tokens = len(prefix)
+        if self._waiting and self._waiting[0].group is first.group and not len(self._waiting[0].output_ids):
+            first.group.prefix = prefix.clone()
 
     def _place(self, members: list[tuple[int, Sequence]], prefix: Computed) -> None:
         tokens = len(prefix)
