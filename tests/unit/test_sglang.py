@@ -118,6 +118,9 @@ def test_an_engine_over_several_ranks(folder):
                         "--dist-init-addr", "10.0.0.3:77"]
     seeds = {command[command.index("--random-seed") + 1] for command in commands}
     assert len(seeds) == 1  # all ranks of an engine draw the same
+    halves = config(folder, sglang={"tp_size": 8}, cluster={"device": "cuda", "trainers": 8, "rollouts": 4},
+                    rollout={"gpus_per_rank": 4})  # two rollout ranks on a host of 8
+    assert [first_gpu(halves, Partition(8 + local, 12, local, 8, 4)) for local in (0, 1)] == [0, 4]
 
 
 @pytest.mark.parametrize("sglang, rollout, rollouts, words", [
