@@ -14,8 +14,10 @@ import shim  # noqa: E402
 shim.prepare()
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
+from sglang.srt.mem_cache.pool_host import common  # noqa: E402
 
 shim.batch_decoding(TorchNativeAttnBackend)
+shim.leave_memory_pageable(common)
 
 
 def main() -> None:

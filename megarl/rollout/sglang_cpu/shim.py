@@ -86,6 +86,12 @@ def share_cores(ranks: int) -> None:
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, part)) for part in parts))
 
 
+def leave_memory_pageable(pools: types.ModuleType) -> None:
+    """Have SGLang allocate its host buffers, that of routed experts for one, without pinning them for a GPU."""
+    pools.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator: allocator.allocate(
+        dims, dtype=dtype, device=device)
+
+
 def batch_decoding(backend: type) -> None:
     """Have SGLang's torch_native attention decode all sequences by one attention call instead of one call each.
 
