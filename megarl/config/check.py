@@ -243,9 +243,10 @@ def _layout(config: Config, layout: Layout, notes: list[str]) -> Iterator[UserMi
     known = Path(config.model.path).is_dir()  # else _paths has told
     if known and (hf := _collect(found, lambda: HFConfig.read(config.model.path))):
         _collect(found, lambda: check_model(
-            layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn or hf.ffn, beside=hf.beside_ffns))
+            layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn or hf.ffn, beside=hf.beside_ffns,
+            padded_heads=hf.latent is None))
         _collect(found, lambda: parts(hf, layout, config.parallel.layers_per_stage))
-        if hf.kv_heads % layout.tensor:
+        if hf.kv_heads % layout.tensor and hf.latent is None:
             notes.append(f"parallel.tensor {layout.tensor} does not divide the model's {hf.kv_heads} key/value heads: "
                          f"they are padded to {padded_groups(hf.kv_heads, layout.tensor)}")
         found.extend(_lengths(config, hf.max_positions))

@@ -157,7 +157,8 @@ def stage_placement(config: Config, layout: Layout) -> tuple[PlacementName, int]
     return chosen, 1 if chosen == "looped" else 2
 
 
-def check_model(layout: Layout, *, kv_heads: int, experts: int = 0, ffn: int = 0, beside: Sequence[int] = ()) -> None:
+def check_model(layout: Layout, *, kv_heads: int, experts: int = 0, ffn: int = 0, beside: Sequence[int] = (),
+                padded_heads: bool = True) -> None:
     """Refuse a layout that the model's layers cannot be cut into (`stages.parts` cuts the model into layers).
 
     Args:
@@ -165,6 +166,7 @@ def check_model(layout: Layout, *, kv_heads: int, experts: int = 0, ffn: int = 0
         kv_heads, experts, ffn: sizes of the model (experts 0 for a dense one; ffn of a dense layer or
             of one expert).
         beside: inner sizes of a MoE model's MLPs that are no routed experts.
+        padded_heads: whether heads that the degree does not divide can be padded.
     Raises:
         UserMistake: names the key and what would be right.
     """
@@ -174,7 +176,7 @@ def check_model(layout: Layout, *, kv_heads: int, experts: int = 0, ffn: int = 0
             raise UserMistake(f"{degree} does not divide the model's {size} {what}", f"parallel.{key}",
                               f"use one of {fits}")
 
-    if layout.tensor > kv_heads:  # else heads are padded with less than as many again
+    if layout.tensor > kv_heads or not padded_heads:  # else heads are padded with less than as many again
         must_divide(layout.tensor, kv_heads, "tensor", "key/value heads")
     if experts:
         must_divide(layout.expert, experts, "expert", "experts")

@@ -93,5 +93,9 @@ def head_in_layers(hf: HFConfig) -> float:
     The head's logits are computed once more in the backward pass instead of being kept: 4 products instead of 3.
     """
     attention = 2 * hf.hidden * hf.head_dim * (hf.heads + hf.kv_heads)
+    if sizes := hf.latent:
+        queries = sizes.q_rank * (hf.hidden + hf.heads * hf.head_dim) or hf.hidden * hf.heads * hf.head_dim
+        attention = (queries + hf.hidden * (sizes.kv_rank + sizes.rotated + hf.heads * sizes.value)
+                     + sizes.kv_rank * hf.heads * (sizes.plain + sizes.value))
     mlp = 3 * hf.hidden * (hf.moe_ffn * hf.top_k + hf.shared_ffn if hf.experts else hf.ffn)
     return 4 / 3 * hf.vocab * hf.hidden / (attention + mlp)

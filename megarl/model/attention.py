@@ -32,10 +32,14 @@ class LocalPack(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     segments: Segments | None = None
+    angles_t1d: torch.Tensor | None = None  # for latent attention
 
 
 class PackedAttention(MegatronModule):
-    """Core attention: no parameters. Queries [tokens, 1, heads, dim], keys and values [tokens, 1, kv heads, dim]."""
+    """Core attention: no parameters. Queries [tokens, 1, heads, dim], keys and values [tokens, 1, kv heads, dim].
+
+    Latent attention leaves out the second dimension, and its values are smaller than its keys.
+    """
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any = None, attention_type: Any = None,
                  attention_dropout: Any = None, softmax_scale: float | None = None, cp_comm_type: Any = None,
@@ -52,14 +56,16 @@ class PackedAttention(MegatronModule):
         if self.cp_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.cp_group)
                           for x in (key, value))
-        query_thd, key_thd, value_thd = (x.squeeze(1) for x in (query, key, value))
+        query_thd, key_thd, value_thd = (x.flatten(0, -3) for x in (query, key, value))
         kernel = varlen_kernel(query.device.type, query.dtype)
         if kernel is None:
             output_thd = by_groups(query_thd, key_thd, value_thd, pack, self.scale)
         else:
             if pack.keys is not None:
                 key_thd, value_thd = key_thd.index_select(0, pack.keys), value_thd.index_select(0, pack.keys)
-            output_thd = kernel(query_thd, key_thd, value_thd, pack, self.scale)
+            size = value_thd.size(-1)  # the kernels want values as large as keys
+            value_thd = torch.nn.functional.pad(value_thd, (0, key_thd.size(-1) - size))
+            output_thd = kernel(query_thd, key_thd, value_thd, pack, self.scale)[..., :size]
         return output_thd.reshape(output_thd.size(0), 1, -1)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.cluster import device
 from megarl.cluster.groups import coordinates
@@ -27,7 +27,7 @@ from megarl.model.specs import block_spec
 from megarl.pipeline.generators import SCHEDULES
 
 
-def implementation(config: Config) -> Literal["local", "transformer_engine"]:
+def implementation(config: Config, hf: HFConfig) -> Literal["local", "transformer_engine"]:
     """What `model.implementation` means here; auto is Transformer Engine where it is installed and can run.
 
     Raises:
@@ -40,10 +40,12 @@ def implementation(config: Config) -> Literal["local", "transformer_engine"]:
         obstacle = "is not installed"
     elif config.model.dtype != "bf16":
         obstacle = "has packed attention for model.dtype bf16 only"
+    elif hf.latent is not None:
+        obstacle = "was not tried with latent attention"
     asked = config.model.implementation
     if asked == "transformer_engine" and obstacle:
         raise UserMistake(f"transformer_engine was asked for but {obstacle}", "model.implementation",
-                          "use auto or local; for transformer_engine: a GPU, the package, and bf16")
+                          "use auto or local; for transformer_engine: a GPU, the package, bf16, and grouped queries")
     return "local" if asked == "local" or obstacle else "transformer_engine"
 
 
@@ -65,11 +67,11 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
             Megatron-core.
     """
     check_model(layout, kv_heads=hf.kv_heads, experts=hf.experts, ffn=hf.moe_ffn if hf.experts else hf.ffn,
-                beside=hf.beside_ffns)
+                beside=hf.beside_ffns, padded_heads=hf.latent is None)
     for mistake in options.check_megatron(config.megatron):
         raise mistake
     dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
-    with_te = implementation(config) == "transformer_engine"
+    with_te = implementation(config, hf) == "transformer_engine"
     for mistake in moe.check_packages(config, with_te, device.kind() != "cpu"):
         raise mistake
     groups = padded_groups(hf.kv_heads, layout.tensor)
@@ -86,22 +88,13 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False, apply_rope_fusion=with_te)
     if hf.experts:
-        megatrons = config.model.balance.form == "megatron"
-        values |= dict(
-            num_moe_experts=hf.experts, moe_ffn_hidden_size=hf.moe_ffn, moe_router_topk=hf.top_k,
-            moe_router_pre_softmax=not hf.norm_topk, moe_router_dtype="fp32",
-            moe_router_score_function="sigmoid" if hf.router_bias else "softmax",
-            moe_router_topk_scaling_factor=hf.route_scale if hf.route_scale != 1 else None,
-            moe_shared_expert_intermediate_size=hf.shared_ffn or None,
-            moe_layer_freq=[int(layer in hf.moe_layers) for layer in range(hf.layers)] if hf.dense_layers else 1,
-            moe_router_load_balancing_type="aux_loss" if megatrons else "none",
-            moe_aux_loss_coeff=config.model.balance.coefficient if megatrons else 0.0, moe_grouped_gemm=with_te,
-            moe_token_dispatcher_type="alltoall", expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor)
+        values |= _expert_values(hf, config, layout, with_te)
     if config.model.recompute == "full":
         values |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     try:
-        made = TransformerConfig(**values | config.megatron)
+        kind, values = (TransformerConfig, values) if hf.latent is None else (
+            MLATransformerConfig, values | _latent_values(hf))
+        made = kind(**values | config.megatron)
     except (ValueError, AssertionError) as error:
         raise UserMistake(f"Megatron-core refuses this model: {error}",
                           f"megatron: {', '.join(config.megatron)}" if config.megatron else "parallel, model",
@@ -110,6 +103,33 @@ def transformer_config(hf: HFConfig, config: Config, layout: Layout) -> Transfor
     splits = layout.pipeline > 1 and (asked == "auto" or SCHEDULES[asked].splits)
     made.delay_wgrad_compute = with_te and splits  # set here, it may go without overlap_moe_expert_parallel_comm
     return made
+
+
+def _expert_values(hf: HFConfig, config: Config, layout: Layout, with_te: bool) -> dict[str, Any]:
+    """The experts' part of Megatron-core's config."""
+    megatrons = config.model.balance.form == "megatron"
+    return dict(
+        num_moe_experts=hf.experts, moe_ffn_hidden_size=hf.moe_ffn, moe_router_topk=hf.top_k,
+        moe_router_pre_softmax=not hf.norm_topk, moe_router_dtype="fp32",
+        moe_router_score_function="sigmoid" if hf.router_bias else "softmax",
+        moe_router_num_groups=hf.router_groups if hf.router_groups > 1 else None,
+        moe_router_group_topk=hf.groups_taken if hf.router_groups > 1 else None,
+        moe_router_topk_scaling_factor=hf.route_scale if hf.route_scale != 1 else None,
+        moe_shared_expert_intermediate_size=hf.shared_ffn or None,
+        moe_layer_freq=[int(layer in hf.moe_layers) for layer in range(hf.layers)] if hf.dense_layers else 1,
+        moe_router_load_balancing_type="aux_loss" if megatrons else "none",
+        moe_aux_loss_coeff=config.model.balance.coefficient if megatrons else 0.0, moe_grouped_gemm=with_te,
+        moe_token_dispatcher_type="alltoall", expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor)
+
+
+def _latent_values(hf: HFConfig) -> dict[str, Any]:
+    """Latent attention's part of Megatron-core's config. Angles come with the pack, so of YaRN only the scale of the
+    scores is told."""
+    sizes, yarn = hf.latent, hf.rope_scaling
+    return dict(q_lora_rank=sizes.q_rank or None, kv_lora_rank=sizes.kv_rank, qk_head_dim=sizes.plain,
+                qk_pos_emb_head_dim=sizes.rotated, v_head_dim=sizes.value, rope_type="rope",
+                rotary_scaling_factor=yarn.factor if yarn else 1.0, mscale_all_dim=yarn.mscale if yarn else 0.0)
 
 
 def build_chunks(hf: HFConfig, config: Config, layout: Layout) -> list[torch.nn.Module]:
@@ -130,7 +150,7 @@ def _build_chunk(hf: HFConfig, config: Config, layout: Layout, model: tuple[Part
     Megatron-core takes a stage for a rank of its pipeline group. What it derives from that (numbers of layers in
     checkpoints, what to do with tied embeddings) it gets from the stage instead, by a config and groups of its own.
     """
-    kind = implementation(config)
+    kind = implementation(config, hf)
     transformer = transformer_config(hf, config, layout)
     transformer.pipeline_model_parallel_layout = _FirstLayer(part.first_layer)
     has_experts = [part.first_layer + number in hf.moe_layers for number in range(part.layers)]

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.cluster import device
 from megarl.config.schema import BalanceConfig
 from megarl.config.stages import Part
 from megarl.model import rope
@@ -39,10 +40,12 @@ class PolicyChunk(GPTModel):
             pre_process=part.is_first, post_process=part.is_last, position_embedding_type="rope",
             share_embeddings_and_output_weights=hf.tied, rotary_base=hf.rope_theta, pg_collection=groups)
         self.hf, self.implementation, self.model, self.part = hf, implementation, model, part
-        self.rotary_pos_emb.inv_freq = rope.inverse_frequencies(hf).to(self.rotary_pos_emb.inv_freq.device)
+        where = device.current()
+        self.frequencies = rope.inverse_frequencies(hf).to(where)
+        if hf.latent is None:
+            self.rotary_pos_emb.inv_freq = self.frequencies
         self.routers: RouterState | None = None
         if hf.experts:
-            where = self.rotary_pos_emb.inv_freq.device
             here = range(part.first_layer, part.first_layer + part.layers)
             self.routers = RouterState([layer for layer in hf.moe_layers if layer in here], hf.experts, balance, where)
             for number, router in enumerate(self.router_modules()):
@@ -83,13 +86,16 @@ class PolicyChunk(GPTModel):
                                   packed_seq_params=pack, padding_mask=padding_bt)
         return output_tbh if self.routers is None else self.routers.within(output_tbh, batch)
 
-    def attention_inputs(self, batch: Any) -> tuple[PackedSeqParams, torch.Tensor]:
+    def attention_inputs(self, batch: Any) -> tuple[PackedSeqParams, torch.Tensor | None]:
         """The pack's boundaries and rotary angles in the form that this implementation's attention takes."""
         if self.implementation == "local":
             where = batch.tokens_t.device
             laid_out = segments(batch.cu_seqlens.tolist(), batch.cp_size, batch.cp_rank, where,
                                 padded=varlen_kernel(where.type, self.config.params_dtype) is None)
-            return LocalPack(segments=laid_out), rope.angles(batch.positions_t, self.rotary_pos_emb.inv_freq)
+            angles = rope.angles(batch.positions_t, self.frequencies)
+            if self.hf.latent is not None:
+                return LocalPack(segments=laid_out, angles_t1d=angles[:, 0]), None
+            return LocalPack(segments=laid_out), angles
         bounds = batch.cu_seqlens.to(batch.tokens_t.device, non_blocking=True)
         pack = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
                                max_seqlen_q=batch.max_seqlen, max_seqlen_kv=batch.max_seqlen)

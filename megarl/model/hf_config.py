@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.errors import UserMistake
 from megarl.model import families
@@ -23,6 +23,39 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071) as DeepSeek-V3 has it; lengths in tokens.
+
+    `mscale` makes the softmax sharper: its scale is multiplied by (0.1 mscale ln(factor) + 1)^2.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_positions: int
+    mscale: float
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, sec. 2.1).
+
+    Attributes:
+        q_rank: of queries' latent vector; 0: queries have none.
+        kv_rank: of the latent vector of keys and values.
+        plain, rotated, value: of a head: dimensions of q and k without and with a position, and of v.
+    """
+
+    NORM_EPS: ClassVar[float] = 1e-6  # of latent vectors, whatever rms_norm_eps says (as DeepSeek's own code)
+
+    q_rank: int
+    kv_rank: int
+    plain: int
+    rotated: int
+    value: int
+
+
+@dataclass(frozen=True)
 class HFConfig:
     """What a decoder of one of the known families needs.
 
@@ -32,15 +65,18 @@ class HFConfig:
         ffn: inner size of a dense layer's MLP.
         tied: input and output embeddings are one parameter.
         norm_eps: of every RMSNorm.
-        rope_theta, rope_scaling: rotary embedding; scaling is None or Llama 3.1's.
+        rope_theta, rope_scaling: rotary embedding; scaling is None, Llama 3.1's or YaRN.
         qkv_bias, qk_norm: of the attention.
         experts, top_k, moe_ffn, norm_topk: of a MoE model; experts is 0 for a dense one. `norm_topk`: the chosen
             experts' weights are normalised to sum to 1.
         dense_layers: so many first layers of a MoE model have an MLP of `ffn` and no experts.
         shared_ffn: inner size of the expert that all tokens take; 0 if there is none.
         router_bias: experts are scored by sigmoid, and chosen by score plus a bias that is no parameter.
+        router_groups, groups_taken: experts are chosen from the best groups of them; 1 if there are no groups.
         route_scale: factor of the chosen experts' weights.
         rotated: fraction of each head that is rotated, its first dimensions.
+        latent: of multi-head latent attention; None for grouped queries. `head_dim` is then that of q and k, and there
+            are as many kv_heads as heads.
         dtype: what the checkpoint's config names ("bfloat16", "float32", ...).
         max_positions: longest sequence the model was made for, tokens.
         eos_ids: end-of-sequence token ids, of config.json and generation_config.json.
@@ -59,7 +95,7 @@ class HFConfig:
     tied: bool
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: int = 0
@@ -69,8 +105,11 @@ class HFConfig:
     dense_layers: int = 0
     shared_ffn: int = 0
     router_bias: bool = False
+    router_groups: int = 1
+    groups_taken: int = 1
     route_scale: float = 1.0
     rotated: float = 1.0
+    latent: Latent | None = None
     dtype: str = "float32"
     max_positions: int = 2048
     eos_ids: tuple[int, ...] = ()
@@ -85,7 +124,7 @@ class HFConfig:
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated."""
-        return int(self.head_dim * self.rotated)
+        return self.latent.rotated if self.latent else int(self.head_dim * self.rotated)
 
     @property
     def beside_ffns(self) -> tuple[int, ...]:
@@ -120,7 +159,7 @@ class HFConfig:
                 raise UserMistake(f"{key} is {raw.get(key)!r}", where, "give a positive integer")
         theta, scaling = _rope(raw, where, family.HANDLES)
         heads = raw["num_attention_heads"]
-        return cls(
+        values = dict(
             family=name, hidden=raw["hidden_size"], layers=raw["num_hidden_layers"], heads=heads,
             kv_heads=raw.get("num_key_value_heads") or family.KV_HEADS or heads,
             head_dim=raw.get("head_dim") or family.HEAD_DIM or raw["hidden_size"] // heads,
@@ -129,8 +168,9 @@ class HFConfig:
             rope_theta=theta, rope_scaling=scaling,
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             max_positions=raw.get("max_position_embeddings", family.MAX_POSITIONS),
-            eos_ids=_eos_ids(raw, generation or {}), raw=raw, path=path,
-            **{"qkv_bias": family.QKV_BIAS, "qk_norm": family.QK_NORM, **family.sizes(raw, where)})
+            eos_ids=_eos_ids(raw, generation or {}), raw=raw, path=path, qkv_bias=family.QKV_BIAS,
+            qk_norm=family.QK_NORM)
+        return cls(**values | family.sizes(raw, where))
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -168,7 +208,7 @@ def _refuse_unsupported(raw: dict[str, Any], where: str, handled: Sequence[str])
         refuse("quantization_config", "use the unquantised checkpoint")
 
 
-def _rope(raw: dict[str, Any], where: str, handled: Sequence[str]) -> tuple[float, RopeScaling | None]:
+def _rope(raw: dict[str, Any], where: str, handled: Sequence[str]) -> tuple[float, RopeScaling | Yarn | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(key) or {}
@@ -180,14 +220,29 @@ def _rope(raw: dict[str, Any], where: str, handled: Sequence[str]) -> tuple[floa
                           "use a checkpoint that rotates whole heads")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise UserMistake(f"rope scaling {kind!r} is not supported", f"{where}: {key}", "known: default, llama3")
+    if kind not in ("llama3", "yarn") or (kind == "yarn" and "yarn" not in handled):
+        known = "default, llama3" + (", yarn" if "yarn" in handled else "")
+        raise UserMistake(f"rope scaling {kind!r} is not supported", f"{where}: {key}", f"known: {known}")
     try:
+        if kind == "yarn":
+            return theta, _yarn(rope, f"{where}: {key}")
         scaling = RopeScaling(float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]),
                               int(rope["original_max_position_embeddings"]))
     except KeyError as missing:
-        raise UserMistake(f"{missing.args[0]} is missing", f"{where}: {key}", "llama3 scaling needs it") from None
+        raise UserMistake(f"{missing.args[0]} is missing", f"{where}: {key}", f"{kind} scaling needs it") from None
     return theta, scaling
+
+
+def _yarn(rope: dict[str, Any], where: str) -> Yarn:
+    """YaRN with one mscale for both of its uses, so that cosines and sines are not scaled."""
+    mscale = float(rope.get("mscale") or 0)
+    if not mscale or mscale != float(rope.get("mscale_all_dim") or 0) or rope.get("attention_factor") is not None:
+        raise UserMistake("only yarn with equal mscale and mscale_all_dim, and without attention_factor, is in", where,
+                          "use a checkpoint of DeepSeek-V3's kind")
+    if float(rope["factor"]) < 1:
+        raise UserMistake(f"factor {rope['factor']} is below 1", where, "yarn stretches a context")
+    return Yarn(float(rope["factor"]), float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1),
+                int(rope["original_max_position_embeddings"]), mscale)
 
 
 def _eos_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

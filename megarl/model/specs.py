@@ -7,6 +7,7 @@ from typing import Literal
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -14,12 +15,14 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megarl.model.attention import PackedAttention
+from megarl.model.latent import LatentNorm, PackedLatentAttention
 from megarl.model.linear import ColumnParallelLinear, RowParallelLinear
 from megarl.model.norm import RMSNorm
 from megarl.model.router import Router
@@ -48,15 +51,27 @@ def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
             experts=experts, shared_experts=shared, router=Router))
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
+        input_layernorm=RMSNorm, self_attention=local_attention(config), self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add))
+
+
+def local_attention(config: TransformerConfig) -> ModuleSpec:
+    """Grouped queries, or latent vectors."""
+    if config.multi_latent_attention:
+        return ModuleSpec(
+            module=PackedLatentAttention, params={"attn_mask_type": AttnMaskType.causal},
+            submodules=MLASelfAttentionSubmodules(
+                linear_q_proj=ColumnParallelLinear, linear_q_down_proj=layers.ColumnParallelLinear,
+                linear_q_up_proj=ColumnParallelLinear, linear_kv_down_proj=layers.ColumnParallelLinear,
+                linear_kv_up_proj=ColumnParallelLinear, core_attention=PackedAttention,
+                linear_proj=RowParallelLinear, q_layernorm=LatentNorm, kv_layernorm=LatentNorm))
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear,
             q_layernorm=head_norm, k_layernorm=head_norm))
-    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
-        input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=RMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add))
 
 
 def transformer_engine_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:

@@ -37,13 +37,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4_moe TP2+SP PP2 EP2": ("glm4_moe", dict(tensor=2, sequence=True, pipeline=2, expert=2), MOE),
     "glm4_moe CP2 EP2, recompute": ("glm4_moe", dict(context=2, expert=2), dict(MOE, recompute="full")),
     "glm4_moe without q/k norms and biases, DP4": ("glm4_moe_plain", {}, MOE),
+    "mixtral TP2+SP PP2 EP2": ("mixtral", dict(tensor=2, sequence=True, pipeline=2, expert=2), MOE),
+    "deepseek_v3 TP2+SP PP2 EP2": ("deepseek_v3", dict(tensor=2, sequence=True, pipeline=2, expert=2), MOE),
+    "deepseek_v3 CP2 TP2+SP EP2, recompute": (
+        "deepseek_v3", dict(context=2, tensor=2, sequence=True, expert=2), dict(MOE, recompute="full")),
+    "deepseek_v3 whole queries, no groups, no scaling, DP4": ("deepseek_v3_plain", {}, MOE),
     "qwen3_moe CP2 DP2, Megatron's balancing": (
         "qwen3_moe_megatron", dict(context=2), dict(balance=dict(form="megatron", coefficient=BALANCE, z_loss=Z))),
 }
 ODD = dict(num_attention_heads=6, num_key_value_heads=3)
 VARIANTS = {"qwen2_odd": ("qwen2", dict(ODD, head_dim=8)), "qwen3_odd": ("qwen3", ODD),
             "glm4_moe_plain": ("glm4_moe", dict(use_qk_norm=False, attention_bias=False, first_k_dense_replace=0)),
+            "deepseek_v3_plain": ("deepseek_v3", dict(
+                q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=2, rope_parameters=dict(
+                    rope_type="default", rope_theta=10000.0))),
             "qwen3_moe_raw": ("qwen3_moe", dict(norm_topk_prob=False)), "qwen3_moe_megatron": ("qwen3_moe", {})}
+
+
+CHOICE = {"deepseek_v3": (4, 4, 2)}  # experts of a token, groups, groups taken; else (2, 1, 1)
 
 
 def token_weights() -> list[list[torch.Tensor]]:
@@ -77,30 +88,39 @@ def reference(name: str) -> dict[str, Any]:
             picked = logprobs.gather(1, torch.tensor(sequence)[1:, None])[:, 0]
             loss = loss + (picked * weight[:-1]).sum()
     biases = [getattr(gate, "e_score_correction_bias", None) for gate in gates]
-    counts, balance, z = moe_losses(router_logits, name == "qwen3_moe_megatron", biases) if gates else (None, 0.0, 0.0)
+    counts, balance, z = moe_losses(router_logits, name == "qwen3_moe_megatron", biases,
+                                    *CHOICE.get(name, (2, 1, 1))) if gates else (None, 0.0, 0.0)
     (loss + balance + z).backward()
-    grads = {key: p.grad for key, p in model.named_parameters()}
-    return {"logits": logits, "grads": split_experts(grads), "counts": counts,
+    grads = split_experts({key: p.grad for key, p in model.named_parameters()})
+    if family == "mixtral":
+        names = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        for old, new in names.items():
+            grads = {key.replace(old, new): grad for key, grad in grads.items()}
+    return {"logits": logits, "grads": grads, "counts": counts,
             "balance": float(torch.as_tensor(balance).detach()), "z": float(torch.as_tensor(z).detach())}
 
 
-def moe_losses(router_logits: list[list[torch.Tensor]], per_pack: bool, biases: list[torch.Tensor | None]
-               ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def moe_losses(router_logits: list[list[torch.Tensor]], per_pack: bool, biases: list[torch.Tensor | None], k: int,
+               groups: int, taken: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """The losses as router.py's docstring defines them, or (per pack) as the token-weighted mean of Megatron's.
 
-    A layer with a bias scores by sigmoid and chooses by score plus bias.
+    A layer with a bias scores by sigmoid and chooses by score plus bias, from the groups whose two best add up to most.
     """
     balance, z, counts = torch.zeros(()), torch.zeros(()), []
     for layer, bias in enumerate(biases):
         packs = [pack[layer] for pack in router_logits]
         whole = torch.cat(packs)
         by = whole if bias is None else whole.sigmoid() + bias
-        chosen = torch.zeros_like(whole).scatter(1, by.topk(2).indices, 1.0)
+        if groups > 1:
+            grouped = by.unflatten(1, (groups, -1))
+            best = grouped.topk(2).values.sum(-1).topk(taken).indices
+            by = grouped.where(torch.zeros_like(grouped[..., :1]).scatter(1, best[..., None], 1.0) > 0, -9.0).flatten(1)
+        chosen = torch.zeros_like(whole).scatter(1, by.topk(k).indices, 1.0)
         counts.append(chosen.sum(0).long())
         for rows, picks in zip(packs, chosen.split([len(p) for p in packs]), strict=True) if per_pack else [
                 (whole, chosen)]:
             shares = rows.softmax(-1) if bias is None else torch.nn.functional.normalize(rows.sigmoid(), p=1, dim=-1)
-            f, p = picks.sum(0) / (2 * len(rows)), shares.sum(0) / len(rows)
+            f, p = picks.sum(0) / (k * len(rows)), shares.sum(0) / len(rows)
             balance = balance + BALANCE * 8 * (f * p).sum() * len(rows) / TOKENS
         z = z + Z * whole.logsumexp(-1).square().sum() / TOKENS
     return torch.stack(counts), balance, z

@@ -45,6 +45,26 @@ def test_both_implementations_cover_the_same_tensors() -> None:
     assert "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight" in dense
 
 
+def test_names_of_latent_attention_with_transformer_engine() -> None:
+    """It fuses the latent vectors' norms into the linears after them."""
+    table = {e.megatron.split("self_attention.")[1]: e.kind for e in tables.table(
+        config_of("deepseek_v3"), "transformer_engine").layer if "self_attention" in e.megatron}
+    assert table == {
+        "linear_q_down_proj.weight": "replicated", "linear_q_up_proj.layer_norm_weight": "replicated",
+        "linear_q_up_proj.weight": "column", "linear_kv_down_proj.weight": "replicated",
+        "linear_kv_up_proj.layer_norm_weight": "replicated", "linear_kv_up_proj.weight": "column",
+        "linear_proj.weight": "row"}
+
+
+def test_layers_behind_the_last_one_are_beside() -> None:
+    for name in ("deepseek_v3", "glm4_moe"):
+        hf = config_of(name)
+        assert tables.is_beside("model.layers.4.eh_proj.weight", hf)
+        assert not tables.is_beside("model.layers.3.eh_proj.weight", hf)
+        assert not tables.is_beside("model.norm.weight", hf)
+    assert not tables.is_beside("model.layers.4.eh_proj.weight", config_of("llama"))
+
+
 def test_qkv_by_hand() -> None:
     """4 heads in 2 groups of head size 1: rows go q0 q1 k0 v0 | q2 q3 k1 v1."""
     hf = config_of("llama", hidden_size=2, num_attention_heads=4, num_key_value_heads=2, head_dim=1)

@@ -3,10 +3,11 @@
 A family module has: `KV_HEADS`, `HEAD_DIM`, `MAX_POSITIONS` (what its config.json means where it says nothing; None:
 follows from other fields), `QKV_BIAS`, `QK_NORM`, `HANDLES` (keys that others refuse and its `sizes` reads),
 `sizes(raw, where)` (fields of HFConfig of its own; raises UserMistake) and `table(hf, implementation)` (see `tables`);
-perhaps `ignored(name, hf)`, tensors of a checkpoint that are left out. Pure: no megatron, no torch.distributed.
+perhaps `MLP`, what it calls the MLP of a layer with experts, and `ignored(name, hf)`, tensors of a checkpoint that are
+not trained. Pure: no megatron, no torch.distributed.
 """
 
-from megarl.model.families import glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from megarl.model.families import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 
 FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe,
-            "glm4_moe": glm4_moe}
+            "mixtral": mixtral, "glm4_moe": glm4_moe, "deepseek_v3": deepseek_v3}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UserMistake
-from megarl.model.families.tables import Implementation, Table, decoder, dense_mlp, moe_mlp
+from megarl.model.families.tables import Implementation, Table, decoder, dense_mlp, is_behind_the_layers, moe_mlp
 
 if TYPE_CHECKING:
     from megarl.model.hf_config import HFConfig
@@ -43,10 +43,7 @@ def sizes(raw: dict[str, Any], where: str) -> dict[str, Any]:
             "rotated": float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5)))}
 
 
-def ignored(name: str, hf: HFConfig) -> bool:
-    """Whether a tensor of a checkpoint is left out: the layers after the last one."""
-    parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= hf.layers
+ignored = is_behind_the_layers
 
 
 def table(hf: HFConfig, implementation: Implementation) -> Table:

@@ -7,6 +7,7 @@ One table serves import, export and publishing; the embedded engine uses its Hug
 Kinds (tp = tensor-parallel degree; for experts, their own degree):
     replicated  one tensor, whole on each rank.
     vocab       rows padded to a multiple of tp, then cut into tp blocks of rows.
+    column      cut into tp blocks of rows (the output side of a column-parallel linear).
     row         cut into tp blocks of columns (the input side of a row-parallel linear).
     qkv         q, k and v rows interleaved by key/value head: [q heads of group 0, k 0, v 0, q heads of group 1, ...],
                 cut by groups.
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     from megarl.model.hf_config import HFConfig
 
 Implementation = Literal["local", "transformer_engine"]
-Kind = Literal["replicated", "vocab", "row", "qkv", "gate_up"]
+Kind = Literal["replicated", "vocab", "column", "row", "qkv", "gate_up"]
 
 # The dimension along which a kind is cut into tensor-parallel shares; None: not cut.
-CUT_DIM: dict[Kind, int | None] = {"replicated": None, "vocab": 0, "row": 1, "qkv": 0, "gate_up": 0}
+CUT_DIM: dict[Kind, int | None] = {"replicated": None, "vocab": 0, "column": 0, "row": 1, "qkv": 0,
+                                     "gate_up": 0}
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,12 @@ def is_beside(name: str, hf: HFConfig) -> bool:
     return ignored is not None and ignored(name, hf)
 
 
+def is_behind_the_layers(name: str, hf: HFConfig) -> bool:
+    """Whether a Hugging Face tensor is of a layer after the model's last one (multi-token prediction)."""
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= hf.layers
+
+
 def is_buffer(entry: Entry) -> bool:
     """Whether it is no parameter: nothing trains it, and it stays fp32 in a model of any dtype."""
     return entry.megatron.endswith(".router.expert_bias")
@@ -125,10 +133,10 @@ def is_buffer(entry: Entry) -> bool:
 
 def decoder(hf: HFConfig, implementation: Implementation, mlp: tuple[Entry, ...],
             dense: tuple[Entry, ...] = ()) -> Table:
-    """A pre-norm decoder with grouped-query attention, around the given MLP entries; `dense` ones in dense layers."""
+    """A pre-norm decoder around the given MLP entries, with `dense` ones in dense layers."""
     embedding = HFTensor("model.embed_tokens.weight", (hf.vocab, hf.hidden))
     head = HFTensor("lm_head.weight", (hf.vocab, hf.hidden))
-    around = attention(hf, implementation)
+    around = (latent_attention if hf.latent else attention)(hf, implementation)
     return Table(
         embedding=(Entry("embedding.word_embeddings.weight", (embedding,), "vocab"),),
         layer=around + mlp, dense=around + dense, dense_layers=hf.dense_layers,
@@ -172,10 +180,28 @@ def dense_mlp(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]
             *gated(f"{to}.linear_fc1.weight", f"{to}.linear_fc2.weight", at, hf.hidden, hf.ffn))
 
 
+@dataclass(frozen=True)
+class MLPNames:
+    """What a family calls the MLP of a layer with experts and an expert's three matrices."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def moe_names(hf: HFConfig) -> MLPNames:
+    """The family's names of them."""
+    from megarl.model.families import FAMILIES
+
+    return getattr(FAMILIES[hf.family], "MLP", MLPNames())
+
+
 def moe_mlp(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]:
     """Norm, router, perhaps its bias and a shared expert, and experts. TE has one grouped linear whose parameters are
     numbered by expert."""
-    at, to = "model.layers.{layer}.mlp", "decoder.layers.{layer}.mlp"
+    names = moe_names(hf)
+    at, to = f"model.layers.{{layer}}.{names.block}", "decoder.layers.{layer}.mlp"
     fc1, fc2 = ((f"{to}.experts.linear_fc1.weight{{expert}}", f"{to}.experts.linear_fc2.weight{{expert}}")
                 if implementation == "transformer_engine" else
                 (f"{to}.experts.local_experts.{{expert}}.linear_fc1.weight",
@@ -186,11 +212,39 @@ def moe_mlp(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]:
     return (_vector("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hf.hidden),
             Entry(f"{to}.router.weight", (HFTensor(f"{at}.gate.weight", (hf.experts, hf.hidden)),), "replicated"),
             *(bias if hf.router_bias else ()), *(shared if hf.shared_ffn else ()),
-            *gated(fc1, fc2, f"{at}.experts.{{expert}}", hf.hidden, hf.moe_ffn, expert=True))
+            *gated(fc1, fc2, f"{at}.experts.{{expert}}", hf.hidden, hf.moe_ffn, expert=True, names=names))
 
 
-def gated(fc1: str, fc2: str, at: str, hidden: int, ffn: int, expert: bool = False) -> tuple[Entry, Entry]:
+def gated(fc1: str, fc2: str, at: str, hidden: int, ffn: int, expert: bool = False,
+          names: MLPNames = MLPNames()) -> tuple[Entry, Entry]:
     """The two linears of a gated MLP."""
-    gate, up = (HFTensor(f"{at}.{name}_proj.weight", (ffn, hidden)) for name in ("gate", "up"))
+    gate, up = (HFTensor(f"{at}.{name}.weight", (ffn, hidden)) for name in (names.gate, names.up))
     return (Entry(fc1, (gate, up), "gate_up", expert),
-            Entry(fc2, (HFTensor(f"{at}.down_proj.weight", (hidden, ffn)),), "row", expert))
+            Entry(fc2, (HFTensor(f"{at}.{names.down}.weight", (hidden, ffn)),), "row", expert))
+
+
+def latent_attention(hf: HFConfig, implementation: Implementation) -> tuple[Entry, ...]:
+    """Input norm, latent vectors with their norms, what is made of them, output projection.
+
+    Heads are not fused, so a share is a block of rows. TE fuses the latent vectors' norms into the linears after them.
+    """
+    sizes, at, to = hf.latent, "model.layers.{layer}.self_attn", "decoder.layers.{layer}.self_attention"
+    fused = implementation == "transformer_engine"
+
+    def linear(megatron: str, name: str, rows: int, columns: int, kind: Kind) -> Entry:
+        return Entry(f"{to}.{megatron}.weight", (HFTensor(f"{at}.{name}.weight", (rows, columns)),), kind)
+
+    def norm(megatron: str, into: str, name: str, size: int) -> Entry:
+        return _vector(f"self_attention.{f'{into}.layer_norm_weight' if fused else f'{megatron}.weight'}",
+                       f"self_attn.{name}.weight", size)
+
+    q, kv = hf.heads * hf.head_dim, hf.heads * (sizes.plain + sizes.value)
+    queries = ((linear("linear_q_down_proj", "q_a_proj", sizes.q_rank, hf.hidden, "replicated"),
+                norm("q_layernorm", "linear_q_up_proj", "q_a_layernorm", sizes.q_rank),
+                linear("linear_q_up_proj", "q_b_proj", q, sizes.q_rank, "column")) if sizes.q_rank else
+               (linear("linear_q_proj", "q_proj", q, hf.hidden, "column"),))
+    return (_vector("input_layernorm.weight", "input_layernorm.weight", hf.hidden), *queries,
+            linear("linear_kv_down_proj", "kv_a_proj_with_mqa", sizes.kv_rank + sizes.rotated, hf.hidden, "replicated"),
+            norm("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm", sizes.kv_rank),
+            linear("linear_kv_up_proj", "kv_b_proj", kv, sizes.kv_rank, "column"),
+            linear("linear_proj", "o_proj", hf.hidden, hf.heads * sizes.value, "row"))

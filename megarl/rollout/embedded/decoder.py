@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from megarl.model.hf_config import HFConfig
+from megarl.model.hf_config import HFConfig, Latent
+from megarl.model.rope import inverse_frequencies, softmax_factor
+from megarl.rollout.embedded import latent
 from megarl.rollout.embedded.cache import ALIGN, Computed, SlotCache, aligned
 from megarl.rollout.embedded.weights import LayerWeights, Weights
 
@@ -80,18 +82,6 @@ class Tables:
         return self.mask_pp[:, :length].index_select(0, self.length - 1 - positions_t)
 
 
-def inverse_frequencies(hf: HFConfig) -> torch.Tensor:
-    """float32 [rotated dimensions of a head / 2]; with Llama 3.1's scaling where the config has it (as in Hugging
-    Face's rope_utils)."""
-    inverse = 1.0 / hf.rope_theta ** (torch.arange(0, hf.rotary_dim, 2, dtype=torch.float32) / hf.rotary_dim)
-    scaling = hf.rope_scaling
-    if scaling is None:
-        return inverse
-    turns = scaling.original_max_positions * inverse / (2 * math.pi)  # over the original context
-    smooth = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return inverse * ((1 - smooth) / scaling.factor + smooth)
-
-
 class Decoder:
     """Runs the model of `weights`. All methods run under torch.inference_mode.
 
@@ -101,7 +91,8 @@ class Decoder:
     def __init__(self, weights: Weights, routing: bool = False) -> None:
         self.weights, self.hf, self.routing = weights, weights.hf, routing
         self._tables = Tables(self.hf, weights.dtype)
-        self._eps = torch.tensor(self.hf.norm_eps)
+        self._eps, self._latent_eps = torch.tensor(self.hf.norm_eps), torch.tensor(Latent.NORM_EPS)
+        self._scale = self.hf.head_dim ** -0.5 * softmax_factor(self.hf)
         per_key = self.hf.heads // self.hf.kv_heads * self.hf.head_dim
         self._fewest_keys = aligned(-(-SMALL_PRODUCT // per_key))  # so every piece of a sum takes the same kernel
 
@@ -135,7 +126,7 @@ class Decoder:
             if last and routed_tlk is None:
                 break  # nobody reads the last hidden states
             mixed = torch.cat([self._attend_prompts(qkv_tnd, part, number) for part in parts])
-            hidden_th = torch.addmm(hidden_th, mixed, layer.o_oh)
+            hidden_th = self._project(layer, hidden_th, mixed)
             chosen = None if routed_tlk is None else routed_tlk[:, number]
             if last and layer.router_eh is not None:
                 chosen.copy_(self._route(layer, self._norm(hidden_th, layer.norm2_h))[1])
@@ -154,12 +145,13 @@ class Decoder:
         whole = qkv_tnd[part.start:part.start + rows].unflatten(0, (part.count, part.length)).transpose(1, 2)
         q, k, v = whole.split((hf.heads, hf.kv_heads, hf.kv_heads), 1)
         if part.past is None:
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
         else:
             past_k, past_v = part.past.kv_l2ktd[layer].unsqueeze(1)
             k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
             seen = torch.ones(part.length, part.before + part.length, dtype=torch.bool).tril(part.before)
-            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self._scale,
+                                                            enable_gqa=True)
         return mixed.transpose(1, 2).reshape(rows, -1)
 
     @torch.inference_mode()
@@ -194,7 +186,7 @@ class Decoder:
             cached.index_put_((place_rn,), qkv_rnd[:, hf.heads:])
             q_kgd = qkv_rnd[:, :hf.heads].reshape(lanes, hf.heads // hf.kv_heads, hf.head_dim)
             mixed_rq = self._attend_slots(q_kgd, keys_kdt, values_ktd, bias).view(rows, -1)
-            hidden_rh = self._mlp(layer, torch.addmm(hidden_rh, mixed_rq, layer.o_oh), self.weights.fused_experts,
+            hidden_rh = self._mlp(layer, self._project(layer, hidden_rh, mixed_rq), self.weights.fused_experts,
                                   chosen)
         if routed_rlk is not None:
             cache.routed[torch.arange(rows), positions_r] = routed_rlk
@@ -203,7 +195,7 @@ class Decoder:
     def _attend_slots(self, q_kgd: torch.Tensor, keys_kdt: torch.Tensor, values_ktd: torch.Tensor,
                       bias: torch.Tensor) -> torch.Tensor:
         """One token per slot over its cached keys; k: slots x kv heads, g: query heads of one kv head. As `q_kgd`."""
-        scores = torch.baddbmm(bias, q_kgd, keys_kdt, alpha=self.hf.head_dim ** -0.5)
+        scores = torch.baddbmm(bias, q_kgd, keys_kdt, alpha=self._scale)
         weights = scores.softmax(-1, dtype=torch.float32).to(q_kgd.dtype)
         mixed = torch.bmm(weights[..., :KEYS_PER_SUM], values_ktd[:, :KEYS_PER_SUM])
         for start in range(KEYS_PER_SUM, values_ktd.shape[1], KEYS_PER_SUM):
@@ -215,11 +207,19 @@ class Decoder:
         """q, k and v heads [T, heads + 2 * kv_heads, head_dim], q and k normalised and rotated."""
         hf = self.hf
         normed = self._norm(hidden_th, layer.norm1_h)
+        if layer.latent is not None:
+            return latent.qkv(layer.latent, hf, normed, cos, sin, self._latent_norm)
         qkv_tnd = functional.linear(normed, layer.qkv_oh, layer.qkv_o).view(len(hidden_th), -1, hf.head_dim)
         qk = qkv_tnd[:, :hf.heads + hf.kv_heads]
         rotated = self._norm(qk, layer.qk_norm_nd) if hf.qk_norm else qk
         torch.addcmul(rotated * cos, self._rolled(rotated), sin, out=qk)
         return qkv_tnd
+
+    def _project(self, layer: LayerWeights, hidden_th: torch.Tensor, mixed_tq: torch.Tensor) -> torch.Tensor:
+        """hidden + the output projection of mixed values, [T, heads * head_dim]."""
+        if layer.latent is not None:
+            mixed_tq = latent.values_alone(mixed_tq, self.hf)
+        return torch.addmm(hidden_th, mixed_tq, layer.o_oh)
 
     def _rolled(self, heads: torch.Tensor) -> torch.Tensor:
         """The two halves of what is rotated of each head, swapped."""
@@ -228,12 +228,15 @@ class Decoder:
             return heads.roll(size // 2, -1)
         return torch.cat([heads[..., :size].roll(size // 2, -1), heads[..., size:]], -1)
 
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor | None = None) -> torch.Tensor:
         """RMSNorm over the last dimension, in float32, rounded before the weight is applied as Hugging Face does."""
         exact = hidden.float()
         size = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps, size, size, value=1.0 / hidden.shape[-1]).rsqrt_()
+        scale = torch.addcmul(self._eps if eps is None else eps, size, size, value=1.0 / hidden.shape[-1]).rsqrt_()
         return (exact * scale).to(hidden.dtype) * weight
+
+    def _latent_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self._norm(hidden, weight, self._latent_eps)
 
     def _mlp(self, layer: LayerWeights, hidden_th: torch.Tensor, fused: bool,
              routed_tk: torch.Tensor | None = None) -> torch.Tensor:
@@ -256,7 +259,7 @@ class Decoder:
         """Each token's weights (float32) and experts, [T, k]."""
         if layer.bias_e is not None:  # this family's models route in float32, whatever their dtype
             scores_te = functional.linear(normed_th.float(), layer.router_eh.float()).sigmoid()
-            chosen_tk = (scores_te + layer.bias_e).topk(self.hf.top_k, -1).indices
+            chosen_tk = self._in_best_groups(scores_te + layer.bias_e).topk(self.hf.top_k, -1).indices
             share_tk = scores_te.gather(1, chosen_tk)
             return share_tk / share_tk.sum(-1, keepdim=True).add_(1e-20) * self.hf.route_scale, chosen_tk
         logits_te = functional.linear(normed_th, layer.router_eh).float()
@@ -264,6 +267,16 @@ class Decoder:
             share_tk, chosen_tk = logits_te.topk(self.hf.top_k, -1)
             return share_tk.softmax(-1), chosen_tk  # equals the whole softmax, its top k divided by their sum
         return logits_te.softmax(-1).topk(self.hf.top_k, -1)
+
+    def _in_best_groups(self, scores_te: torch.Tensor) -> torch.Tensor:
+        """Without the experts of groups that are not among the best, by the sum of their two best scores."""
+        if self.hf.router_groups == 1:
+            return scores_te
+        scores_tge = scores_te.unflatten(-1, (self.hf.router_groups, -1))
+        best = scores_tge.topk(2, -1).values.sum(-1).topk(self.hf.groups_taken, -1).indices.unsqueeze(-1)
+        return torch.full_like(scores_tge, -math.inf).scatter(
+            1, best.expand(-1, -1, scores_tge.shape[-1]), scores_tge.gather(1, best.expand(
+                -1, -1, scores_tge.shape[-1]))).flatten(1)
 
     def _fused(self, layer: LayerWeights, hidden_th: torch.Tensor, normed_th: torch.Tensor,
                share_te: torch.Tensor | None) -> torch.Tensor:

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from megarl.errors import UserMistake
-from megarl.model.families.tables import hf_tensors
+from megarl.model.families.tables import MLPNames, hf_tensors, moe_names
 from megarl.model.hf_config import HFConfig
+from megarl.rollout.embedded.latent import LatentWeights
 from megarl.sync.checksum import tensor_checksum
 
 # Up to this many weights per matrix of all experts together, running every expert on every token costs less than
@@ -28,7 +29,8 @@ class LayerWeights:
 
     Attributes:
         norm1_h, norm2_h: RMSNorm weights before attention and before the MLP.
-        qkv_oh: rows of q, k, v; qkv_o its bias or None.
+        latent: what makes q, k and v where they come from latent vectors, else None.
+        qkv_oh: rows of q, k, v, None with latent vectors; qkv_o its bias or None.
         qk_norm_nd: the q norm once per q head, then the k norm once per kv head, [heads + kv_heads, head_dim]; None
             without q/k norms. Filled from `q_norm_d` and `k_norm_d` by `Weights.refresh`.
         o_oh: output projection, to multiply from the right.
@@ -43,7 +45,8 @@ class LayerWeights:
     """
 
     norm1_h: torch.Tensor
-    qkv_oh: torch.Tensor
+    latent: LatentWeights | None
+    qkv_oh: torch.Tensor | None
     qkv_o: torch.Tensor | None
     q_norm_d: torch.Tensor | None
     k_norm_d: torch.Tensor | None
@@ -90,24 +93,32 @@ class Weights:
         return self.views[name]
 
     def _layer(self, at: str, moe: bool) -> LayerWeights:
+        hf, block = self.hf, moe_names(self.hf).block if moe else "mlp"
+        return LayerWeights(
+            norm1_h=self._new(f"{at}.input_layernorm.weight", hf.hidden),
+            **self._attention(f"{at}.self_attn"), norm2_h=self._new(f"{at}.post_attention_layernorm.weight", hf.hidden),
+            **self._router(f"{at}.{block}", moe), **self._mlp(f"{at}.{block}", moe))
+
+    def _attention(self, at: str) -> dict[str, torch.Tensor | LatentWeights | None]:
         hf, dim = self.hf, self.hf.head_dim
+        if hf.latent:
+            o_ho = self._new(f"{at}.o_proj.weight", hf.hidden, hf.heads * hf.latent.value)
+            return dict.fromkeys(("qkv_oh", "qkv_o", "q_norm_d", "k_norm_d", "qk_norm_nd")) | {
+                "latent": LatentWeights.make(hf, at, self._new), "o_oh": o_ho.t()}
         sizes = (hf.heads * dim, hf.kv_heads * dim, hf.kv_heads * dim)
         qkv_oh = torch.zeros(sum(sizes), hf.hidden, dtype=self.dtype)
         qkv_o = torch.zeros(sum(sizes), dtype=self.dtype) if hf.qkv_bias else None
         for kind, fused in (("weight", qkv_oh), ("bias", qkv_o)):
             if fused is not None:
                 for name, view in zip("qkv", fused.split(sizes), strict=True):
-                    self.views[f"{at}.self_attn.{name}_proj.{kind}"] = view
+                    self.views[f"{at}.{name}_proj.{kind}"] = view
         q_norm = k_norm = qk_norm = None
         if hf.qk_norm:
-            q_norm, k_norm = (self._new(f"{at}.self_attn.{name}_norm.weight", dim) for name in "qk")
+            q_norm, k_norm = (self._new(f"{at}.{name}_norm.weight", dim) for name in "qk")
             qk_norm = torch.zeros(hf.heads + hf.kv_heads, dim, dtype=self.dtype)
-        o_ho = self._new(f"{at}.self_attn.o_proj.weight", hf.hidden, sizes[0])
-        return LayerWeights(
-            norm1_h=self._new(f"{at}.input_layernorm.weight", hf.hidden), qkv_oh=qkv_oh, qkv_o=qkv_o, q_norm_d=q_norm,
-            k_norm_d=k_norm, qk_norm_nd=qk_norm, o_oh=o_ho.t(),
-            norm2_h=self._new(f"{at}.post_attention_layernorm.weight", hf.hidden),
-            **self._router(f"{at}.mlp", moe), **self._mlp(f"{at}.mlp", moe))
+        o_ho = self._new(f"{at}.o_proj.weight", hf.hidden, sizes[0])
+        return {"latent": None, "qkv_oh": qkv_oh, "qkv_o": qkv_o, "q_norm_d": q_norm, "k_norm_d": k_norm,
+                "qk_norm_nd": qk_norm, "o_oh": o_ho.t()}
 
     def _router(self, at: str, moe: bool) -> dict[str, torch.Tensor | None]:
         """The router, its bias, which must not be rounded, and the shared expert."""
@@ -132,11 +143,12 @@ class Weights:
         # stored so that the product that is taken has its rows of h in one piece
         down = torch.zeros((hf.hidden, experts, ffn) if fused else (experts, hf.hidden, ffn), dtype=self.dtype)
         down_ehf = down.transpose(0, 1) if fused else down
+        names = moe_names(hf) if moe else MLPNames()
         for expert in range(experts):
             name = f"{at}.experts.{expert}" if moe else at
-            self.views[f"{name}.gate_proj.weight"] = gate_up[0, expert]
-            self.views[f"{name}.up_proj.weight"] = gate_up[1, expert]
-            self.views[f"{name}.down_proj.weight"] = down_ehf[expert]
+            self.views[f"{name}.{names.gate}.weight"] = gate_up[0, expert]
+            self.views[f"{name}.{names.up}.weight"] = gate_up[1, expert]
+            self.views[f"{name}.{names.down}.weight"] = down_ehf[expert]
         return {"gate_up_2efh": gate_up, "down_efh": down_ehf.transpose(1, 2),
                 "fused_gate_up_oh": gate_up.flatten(0, 2), "fused_down_fh": down.flatten(1).t() if fused else None}
 
