@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from megarl.checkpoint import shares
-from megarl.checkpoint.safetensors_dir import INDEX, SINGLE, SafetensorsDir
+from megarl.checkpoint import shares, streams
+from megarl.checkpoint.safetensors_dir import INDEX, SafetensorsDir, carry_over
+from megarl.checkpoint.streams import Slot
 from megarl.config.layout import Layout
-from megarl.config.stages import Part
-from megarl.model.chunk import unwrapped
+from megarl.model.chunk import PolicyChunk, unwrapped
 from megarl.model.families import tables
 from megarl.model.families.tables import CUT_DIM
 from megarl.model.hf_config import HFConfig
-
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 def is_source() -> bool:
@@ -86,72 +79,38 @@ def save_hf(chunks: list[torch.nn.Module], hf: HFConfig, layout: Layout, source_
             target_dir: str | Path, shard_bytes: int = 5_000_000_000) -> None:
     """Write a checkpoint that transformers loads: sharded safetensors, index, and the source's other files.
 
-    Collective over all trainers. Each stage's source writes its own shards, so `target_dir` must be on a file system
-    that all of them share; at most one shard per stage is in memory. Tensors are stored in the source checkpoint's
-    dtype. Weights of an earlier export in `target_dir` are removed first; each file appears whole or not at all, the
-    index last.
+    Collective over all trainers. Each stage's source writes its own files, tensor by tensor, so `target_dir` must be on
+    a file system that all of them share. Tensors are stored in the source checkpoint's dtype; those of it that are not
+    trained come along. Weights of an earlier export in `target_dir` are removed first; each file appears whole or not
+    at all, the index last.
     """
-    source = SafetensorsDir(source_dir)
-    dtypes = {tensor.name: source.dtype(tensor.name) for tensor in tables.hf_tensors(hf)}
-    target = Path(target_dir)
+    source, target = SafetensorsDir(source_dir), Path(target_dir)
     target.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
         for stale in (*target.glob("*.safetensors"), *target.glob(INDEX)):
             stale.unlink()
     dist.barrier()
-    files, total = plan_shards(hf, unwrapped(chunks[0]).model, layout.expert, dtypes, shard_bytes)
-    left = Counter(files.values())
-    shard: dict[str, torch.Tensor] = {}
-    for name, tensor in iter_hf_tensors(chunks, hf):
-        if tensor is None:
-            continue
-        shard[name] = tensor.to(device="cpu", dtype=dtypes[name], copy=True).contiguous()
-        left[files[name]] -= 1
-        if not left[files[name]]:
-            _write(target / files[name], shard)
-            shard = {}
+    *stages, beside = streams.plan_files(_slots(unwrapped(chunks[0]), hf, layout, source), shard_bytes)
+    tensors = ((name, tensor) for name, tensor in iter_hf_tensors(chunks, hf) if tensor is not None)
+    if is_source():
+        streams.write_files(target, sum((stages[unwrapped(chunk).part.stage] for chunk in chunks), []), tensors)
+    for name, _ in tensors:
+        raise AssertionError(f"{name} has no file")
+    if dist.get_rank() == 0:
+        streams.write_files(target, beside, ((name, source.read(name, source.shape(name)))
+                                             for name in source.beside(hf)))
+        carry_over(Path(source_dir), target)
     dist.barrier()
     if dist.get_rank() == 0:
-        carry_over(Path(source_dir), target)
-        if len(left) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-            (target / f".{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
-            os.replace(target / f".{INDEX}", target / INDEX)
+        streams.write_index(target, sum(stages, beside))
     dist.barrier()
 
 
-def plan_shards(hf: HFConfig, parts: Sequence[Part], ep_size: int, dtypes: dict[str, torch.dtype],
-                shard_bytes: int) -> tuple[dict[str, str], int]:
-    """Which file each tensor goes to ({name: file}, in the order of `iter_hf_tensors`), and all tensors' bytes.
-
-    A file holds tensors of one stage only, at most `shard_bytes` of them unless one tensor alone is larger.
-    """
-    whole = tables.table(hf)
-    shapes = {tensor.name: tensor.shape for tensor in tables.hf_tensors(hf)}
-    numbers: dict[str, int] = {}
-    shard, filled, total = 0, 0, 0
-    for part in parts:
-        shard, filled = shard + 1, 0
-        for parameter in shares.parameters(whole, hf, part, ep_size):
-            for name in [] if shares.is_copy(parameter, hf) else sum(_names(parameter, hf, ep_size), []):
-                size = torch.Size(shapes[name]).numel() * dtypes[name].itemsize
-                if filled and filled + size > shard_bytes:
-                    shard, filled = shard + 1, 0
-                numbers[name] = shard
-                filled, total = filled + size, total + size
-    if shard == 1:
-        return dict.fromkeys(numbers, SINGLE), total
-    return {name: f"model-{number:05d}-of-{shard:05d}.safetensors" for name, number in numbers.items()}, total
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    partial = path.with_name(f".{path.name}")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, path)
-
-
-def carry_over(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and whatever else lies beside the weights."""
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
-            shutil.copyfile(file, target / file.name)
+def _slots(chunk: PolicyChunk, hf: HFConfig, layout: Layout, source: SafetensorsDir) -> list[list[Slot]]:
+    """What is written, by stage in the order of `iter_hf_tensors`; last what is not trained."""
+    whole, shapes = tables.table(hf), {tensor.name: tensor.shape for tensor in tables.hf_tensors(hf)}
+    groups = [[name for parameter in shares.parameters(whole, hf, part, layout.expert)
+               if not shares.is_copy(parameter, hf) for name in sum(_names(parameter, hf, layout.expert), [])]
+              for part in chunk.model]
+    return [[Slot(name, shapes[name] if name in shapes else source.shape(name), source.dtype(name)) for name in names]
+            for names in (*groups, source.beside(hf))]

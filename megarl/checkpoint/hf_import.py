@@ -1,4 +1,4 @@
-"""Hugging Face safetensors -> the chunks of any layout; each rank reads only its own slices."""
+"""Hugging Face safetensors, or a Megatron-core checkpoint, -> the chunks of any layout; each rank reads its slices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint import shares
+from megarl.checkpoint.megatron_dir import MegatronDir, is_megatron
 from megarl.checkpoint.safetensors_dir import SafetensorsDir
 from megarl.model.chunk import PolicyChunk, unwrapped
 from megarl.model.families import tables
@@ -14,23 +15,37 @@ from megarl.model.hf_config import HFConfig
 
 
 def load_hf(chunks: list[torch.nn.Module], path: str | Path, hf: HFConfig) -> None:
-    """Fill the chunks' parameters from the checkpoint at `path`, converted to their dtype.
+    """Fill the chunks' weights from the checkpoint at `path`, converted to their dtype.
 
-    What pads a vocabulary or attention heads is set to 0. No communication. Load before an optimizer makes its fp32
-    masters.
+    It is one of safetensors under Hugging Face's names, or a Megatron-core checkpoint that megarl has written. No
+    communication. Load before an optimizer makes its fp32 masters.
 
     Raises:
-        UserMistake: a file or tensor is missing, damaged, of another shape, or unknown to the family.
+        UserMistake: a file or tensor is missing, damaged, of another shape, or unknown to the family; or the checkpoint
+            is of another model.
     """
+    load_weights(chunks, open_weights(path, hf), hf)
+
+
+def open_weights(path: str | Path, hf: HFConfig) -> SafetensorsDir | MegatronDir:
+    """The checkpoint at `path`, of either kind, as tensors under Hugging Face's names."""
+    if is_megatron(path):
+        return MegatronDir(path, hf)
     checkpoint = SafetensorsDir(path)
     checkpoint.refuse_unknown(hf)
+    return checkpoint
+
+
+def load_weights(chunks: list[torch.nn.Module], weights: SafetensorsDir | MegatronDir, hf: HFConfig) -> None:
+    """The same of opened weights. What pads a vocabulary or attention heads is set to 0."""
     here = shares.Coordinates.here()
     for chunk in map(unwrapped, chunks):
-        _load_chunk(chunk, checkpoint, hf, here)
+        _load_chunk(chunk, weights, hf, here)
 
 
 @torch.no_grad()
-def _load_chunk(chunk: PolicyChunk, checkpoint: SafetensorsDir, hf: HFConfig, here: shares.Coordinates) -> None:
+def _load_chunk(chunk: PolicyChunk, checkpoint: SafetensorsDir | MegatronDir, hf: HFConfig,
+                here: shares.Coordinates) -> None:
     table = tables.table(hf, chunk.implementation)
     left = chunk.weights()
     for parameter in shares.parameters(table, hf, chunk.part, here.ep_size):

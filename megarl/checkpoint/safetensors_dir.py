@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megarl.model.hf_config import HFConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".index.json", "metadata.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -64,6 +66,14 @@ class SafetensorsDir:
             raise UserMistake(f"tensor {name} is missing", str(self.path / file),
                               "the index names this file for it; fetch both again") from None
 
+    def close(self) -> None:
+        """Forget the open files, and with them what was read of them and is in memory still; they open again."""
+        self._open.clear()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self._entry(name).get_shape())
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in."""
         entry = self._entry(name)
@@ -79,16 +89,17 @@ class SafetensorsDir:
         Raises:
             UserMistake: it (or its file) is missing or its shape is not `shape`.
         """
-        self.dtype(name)
+        self.refuse_another_shape(name, shape)
         entry = self._entry(name)
-        if tuple(entry.get_shape()) != shape:
-            raise UserMistake(f"tensor {name} is {tuple(entry.get_shape())}, config.json says {shape}",
-                              str(self.path / self.files[name]), "the checkpoint does not fit its config.json")
         if dim is None:
             return entry[:]
         if start == stop:  # beyond the vocabulary: all padding
             return torch.empty(*shape[:dim], 0, *shape[dim + 1:], dtype=self.dtype(name))
         return entry[start:stop] if dim == 0 else entry[:, start:stop]
+
+    def beside(self, hf: HFConfig) -> list[str]:
+        """Tensors that the family leaves out of training and a conversion keeps, in the order of their names."""
+        return sorted(name for name in self.files if tables.is_beside(name, hf))
 
     def refuse_unknown(self, hf: HFConfig) -> None:
         """A tensor that the family has no place for would be left out of training without a word.
@@ -100,6 +111,41 @@ class SafetensorsDir:
         if hf.tied:
             known.add("lm_head.weight")  # a second copy of the embedding
         for name, file in self.files.items():
-            if name not in known and not name.endswith(".rotary_emb.inv_freq"):
+            if name not in known and not name.endswith(".rotary_emb.inv_freq") and not tables.is_beside(name, hf):
                 raise UserMistake(f"tensor {name} has no place in a {hf.family} model", str(self.path / file),
                                   "the checkpoint has a feature that megarl does not know, or another config.json")
+
+    def check(self, hf: HFConfig) -> None:
+        """Look at all files and what they say of their tensors, before anything is done with them.
+
+        Raises:
+            UserMistake: a file is missing or damaged, a tensor missing, unknown, or of another shape than the config
+                says.
+        """
+        self.refuse_unknown(hf)
+        for tensor in tables.hf_tensors(hf):
+            self.refuse_another_shape(tensor.name, tensor.shape)
+        self.close()
+
+    def refuse_another_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor that the config does not describe.
+
+        Raises:
+            UserMistake: it (or its file) is missing, or its shape is not `shape`.
+        """
+        self.dtype(name)
+        if self.shape(name) != shape:
+            raise UserMistake(f"tensor {name} is {self.shape(name)}, config.json says {shape}",
+                              str(self.path / self.files[name]), "the checkpoint does not fit its config.json")
+
+
+def has_weights(path: str | Path) -> bool:
+    """Whether a directory has safetensors with the names of a checkpoint."""
+    return any((Path(path) / name).is_file() for name in (INDEX, SINGLE))
+
+
+def carry_over(source: Path, target: Path) -> None:
+    """Copy config, tokenizer, chat template and whatever else lies beside the weights."""
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_FILES) and not file.name.startswith("."):
+            shutil.copyfile(file, target / file.name)

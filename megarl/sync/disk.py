@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megarl.checkpoint.hf_export import carry_over
-from megarl.checkpoint.safetensors_dir import INDEX
+from megarl.checkpoint.safetensors_dir import INDEX, carry_over
 from megarl.errors import UserMistake
 from megarl.rollout.fleet import EngineRecord
 from megarl.sync.crew import Crew, Targets
