@@ -69,6 +69,8 @@ def sample(config: Config, trainer: Trainer) -> None:
     while trainer.progress.step < config.run.steps:
         with report.phases("rollout"):
             taken = trainer.take()
+        if taken is None:
+            break
         trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1)
         with report.phases("publish"):
             trainer.publish()
