@@ -50,10 +50,10 @@ class Pair:
 
 def relayed(config: Any, run: Path) -> Any:
     """The config of a run with SGLang and changes, for the parts that look at it."""
-    return config.model_copy(update={
-        "run": config.run.model_copy(update={"dir": str(run)}), "cluster": config.cluster.model_copy(
-            update={"device": "cpu"}), "rollout": config.rollout.model_copy(update={"engine": "sglang"}),
-        "sync": config.sync.model_copy(update={"transport": "delta", "verify": False, "directory": str(run / "copies")})})
+    changes = {"run": {"dir": str(run)}, "cluster": {"device": "cpu"}, "rollout": {"engine": "sglang"},
+               "sync": {"transport": "delta", "verify": False, "directory": str(run / "copies")}}
+    return config.model_copy(update={name: getattr(config, name).model_copy(update=section)
+                                     for name, section in changes.items()})
 
 
 def trainer(rank: int, model: Path, folder: Path, url: str, relay: str) -> dict[str, Any]:
