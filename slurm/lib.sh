@@ -13,7 +13,7 @@
 #                    one node).   PREFLIGHT_ARGS: further arguments of tools/preflight.py
 #   RETRIES          launches in a row that may fail without a finished step between them (default 3)
 #   DEAD_S, HANG_S   a node is lost after so many seconds without a sign of life (60); a run hangs after so many
-#                    without a finished step, start included (3600)
+#                    without progress, its start included (1800)
 #   STOP_S           seconds that the run has to save and end when it is asked to (540; --signal gives 600)
 #   MASTER_PORT      the first of 200 ports on the first trainer node (default: 20000 + a number from the job's)
 #   DRY=1            print every command, run none, write nothing; NODES="n1 n2 ..." stands for an allocation then
@@ -57,7 +57,7 @@ begin() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     [ -z "${DRY:-}" ] || export PYTHONDONTWRITEBYTECODE=1
     in_slurm="${SLURM_JOB_ID:+yes}" job="${SLURM_JOB_ID:-local}" restart="${SLURM_RESTART_COUNT:-0}"
-    dead_s="${DEAD_S:-60}" hang_s="${HANG_S:-3600}" retries="${RETRIES:-3}"
+    dead_s="${DEAD_S:-60}" hang_s="${HANG_S:-1800}" retries="${RETRIES:-3}"
     IFS=' ' read -r -a srun_args <<<"${SRUN_ARGS:-}"
     IFS=' ' read -r -a container_args <<<"${CONTAINER_ARGS:-}"
     IFS=' ' read -r -a preflight_args <<<"${PREFLIGHT_ARGS:-}"
@@ -369,7 +369,7 @@ watch() { # CONFIG...
         elif [ -n "$stop_asked" ] && [ $((SECONDS - stop_asked)) -ge "${STOP_S:-540}" ]; then
             say "the run has not ended within ${STOP_S:-540} s; ending it without another checkpoint"
         elif [ "${quiet_s:-$((SECONDS - begun))}" -ge "$hang_s" ]; then
-            say "no step was finished for $hang_s s; ending the run"
+            say "no sign of progress for $hang_s s; ending the run"
         elif ! lost_a_node trainers "$prefix" 0; then
             keep_rollouts "$@"
             continue
@@ -382,8 +382,8 @@ watch() { # CONFIG...
     outcome=fault
     if [ -n "$mistaken" ] || [ "$told" = $EXIT_MISTAKE ]; then
         outcome=mistake
-    elif grep -qs '"reason": *"stopped"' "$run_dir/exit.json"; then
-        outcome=stopped
+    elif [ "$told" = 0 ]; then
+        outcome=stopped # by a STOP file, after a checkpoint; the run is not complete
     elif [ "$status" -eq 0 ]; then
         outcome="done"
     elif [ -n "$stop_asked" ]; then

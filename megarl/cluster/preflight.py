@@ -32,7 +32,7 @@ class Floors:
 
     Attributes:
         gemm_ratio: of the median device's matrix products per second.
-        pair_ratio: of the median pair's all-reduce bandwidth.
+        pair_ratio: of a good pair's all-reduce bandwidth.
         allreduce_gbps: bandwidth of the all-reduce over all nodes, GB/s on each rank's links; 0: whatever it is.
         disk_mbps: of writing to the run directory, MB/s.
         memory_gb: free memory of the host.
@@ -125,7 +125,9 @@ def _most(values: Sequence) -> object:
 def blame(speeds: Mapping[tuple[str, str], float | None], floors: Floors) -> tuple[dict[str, str], list[str]]:
     """Which nodes are slow at communication, from the all-reduce of pairs; None is one that failed.
 
-    A node is to blame if it is slow with both of its partners. One slow pair among good nodes is a link: told only.
+    A node is to blame if it is slow with both of its partners; a good one between two such nodes cannot be told from
+    them. One slow pair among good nodes is a link: told only. Slow is by the upper quartile of the pairs, since one bad
+    node among three makes two pairs of three slow.
 
     Args:
         speeds: pair -> GB/s.
@@ -133,7 +135,7 @@ def blame(speeds: Mapping[tuple[str, str], float | None], floors: Floors) -> tup
         node -> why; and notes.
     """
     known = [speed for speed in speeds.values() if speed is not None]
-    typical = median(known) if known else 0.0
+    typical = sorted(known)[3 * len(known) // 4] if known else 0.0
     slow = {pair for pair, speed in speeds.items() if speed is None or speed < floors.pair_ratio * typical}
     edges = {node: [pair for pair in speeds if node in pair] for pair in speeds for node in pair}
     guilty = {node for node, pairs in edges.items() if all(pair in slow for pair in pairs)}
@@ -146,7 +148,7 @@ def blame(speeds: Mapping[tuple[str, str], float | None], floors: Floors) -> tup
 def _pair_text(node: str, pair: tuple[str, str], speed: float | None, typical: float) -> str:
     other = pair[0] if pair[1] == node else pair[1]
     return (f"all-reduce with {other} failed" if speed is None else
-            f"all-reduce with {other} at {speed:.2g} GB/s, the median is {typical:.2g}")
+            f"all-reduce with {other} at {speed:.2g} GB/s, good is {typical:.2g}")
 
 
 def smi_problems(text: str) -> list[str]:

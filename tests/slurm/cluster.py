@@ -126,8 +126,8 @@ class Cluster:
         # not `ip netns exec`: it mounts /sys anew, and slurmd then finds no cgroups
         with (self.folder / "log" / f"{node}.out").open("ab") as log:
             self._inits[node] = subprocess.Popen(
-                ["nsenter", f"--net=/run/netns/{self._namespace(node)}", "unshare", "--uts", "--pid", "--mount", "--fork",
-                 "--kill-child", "--mount-proc", "bash", "-c",
+                ["nsenter", f"--net=/run/netns/{self._namespace(node)}", "unshare", "--uts", "--pid", "--mount",
+                 "--fork", "--kill-child", "--mount-proc", "bash", "-c",
                  f"hostname {node}; mount --bind {hosts} /etc/hosts; unset SLURM_CONF\n"
                  f"slurmd -D -N {node} -f {self.folder}/slurm.conf & while :; do sleep 3600 & wait $!; done"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log)
