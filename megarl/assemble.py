@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megarl.checkpoint.rules import is_fixed
 from megarl.checkpoint.state import Checkpoints, Progress
 from megarl.cluster.groups import start_trainers
 from megarl.cluster.partition import Partition
@@ -18,8 +19,10 @@ from megarl.config.layout import Layout
 from megarl.config.schema import Config
 from megarl.data.buffer import ExperienceBuffer
 from megarl.data.dump import differences, write_config
+from megarl.data.groups_file import read_groups
 from megarl.data.prompts import PromptStream, load_eval_set
 from megarl.data.replay import ReplayBuffer
+from megarl.data.sample import Group
 from megarl.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from megarl.errors import UserMistake
 from megarl.model.hf_config import HFConfig
@@ -30,7 +33,7 @@ from megarl.observe.report import Reporter
 from megarl.reward.pool import RewardPool
 from megarl.reward.registry import Term, term_keys
 from megarl.rollout.course import Course
-from megarl.rollout.dispatch import Dispatcher, Draws
+from megarl.rollout.dispatch import Dispatcher, Draws, held_numbers
 from megarl.rollout.environments.groups import Environments, Score, count_names, metrics
 from megarl.rollout.external import ExternalEngines, address_towards
 from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
@@ -62,13 +65,15 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
         report.say(banner({"layout": f"{layout.describe()} + {describe(config)}", "objective":
                            objective.describe(), "model": f"{hf.family} {config.model.path}",
                            "implementation": policy.chunks[0].implementation, "resumed": str(newest or "no")}))
+        for wrong in checkpoints.passed_over if checkpoints else ():
+            report.say(f"warning: {wrong}; the one before is taken")
         for key, (before, now) in checkpoints.changed.items() if newest else ():
             report.say(f"changed since {newest.name}: {key} was {before}, is {now}")
         if partition.rank == 0:
             _prepare_directories(config, run_dir)
         meet = Meeting(control.store, partition.trainers)
         parts = Trainer(config, run_dir, control, groups, objective, policy, meet, checkpoints, report, progress,
-                        tokenizer.pad_token_id or 0)
+                        tokenizer.pad_token_id or 0, newest)
         parts.source = _from_files(parts) if config.debug.replay_experience else _from_engines(stack, parts, tokenizer)
         yield parts
         dist.barrier()
@@ -81,13 +86,15 @@ def _resume(config: Config, run_dir: Path, policy: Policy) -> tuple[Checkpoints 
         return None, None, Progress()
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.checkpoint.keep, policy.optimizer,
-        {"model": policy.hf.raw, "objective": policy.objective.describe(), "layout": policy.groups.layout.describe()},
-        config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "eval": True, "debug": True}))
+        {"model": policy.hf.raw, "objective": policy.objective.describe()},
+        config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "eval": True, "debug": True}),
+        keep_every=config.checkpoint.keep_every,
+        fixed=(lambda key: False) if config.checkpoint.allow_changes else is_fixed)
     newest = checkpoints.newest()
     if newest and not config.checkpoint.resume:
         raise UserMistake(f"{newest} is of an earlier run", "run.dir",
                           "use another directory, remove that run, or set checkpoint.resume: true")
-    progress = checkpoints.load(newest) if newest else Progress()
+    newest, progress = checkpoints.resume()
     policy.pace.resume(progress.costs)
     policy.resume_collapse(progress.collapse)
     return checkpoints, newest, progress
@@ -115,7 +122,7 @@ def _from_engines(stack: ExitStack, parts: Trainer, tokenizer: PreTrainedTokeniz
     publisher = WeightPublisher(policy.chunks, policy.hf, config, address=address, generation=control.generation,
                                 fleet=fleet)
     stack.callback(publisher.close)
-    dispatcher = fleet and Dispatcher(config, control.store, draws, joined=publisher.behind,
+    dispatcher = fleet and Dispatcher(config, control.store, draws, parts.progress.held, joined=publisher.behind,
                                       stops=(parts.run_dir / STOP).exists, saves=parts.save_overdue)
     course = Course(Announcements(control.store), publisher.catch_up, dispatcher, generator,
                     parts.report.heartbeat.beat)
@@ -135,9 +142,20 @@ def _sampling(stack: ExitStack, parts: Trainer, draws: Draws, tokenizer: PreTrai
         decode=decoder(tokenizer), score=score, keep=has_signal if parts.objective.dynamic_sampling else None,
         environments=environments)
     stack.callback(generator.close)
+    generator.restore(_held(parts, prompts))
     sets = [(chosen.name or Path(chosen.path).stem, chosen, load_eval_set(chosen, tokenizer, config.data))
             for chosen in config.eval.sets]
     return Sampling(prompts, generator, sets)
+
+
+def _held(parts: Trainer, prompts: PromptStream) -> dict[int, Group]:
+    """This leader's share of the groups that an earlier life had finished, by their numbers."""
+    found: dict[int, Group] = {}
+    for path in sorted(parts.resumed.glob("held.*.safetensors")) if parts.resumed else ():
+        found |= read_groups(path, prompts.at)
+    numbers = held_numbers(len(parts.progress.held))
+    return {numbers[place]: group for place, group in found.items()
+            if place % parts.groups.layout.data == parts.groups.dp}
 
 
 def _scoring(stack: ExitStack, config: Config, objective: Objective, tokenizer: PreTrainedTokenizerBase

@@ -15,6 +15,7 @@ from megarl.cluster.store import Control, Meeting
 from megarl.config.schema import Config, EvalSetConfig
 from megarl.data.buffer import ExperienceBuffer, Taken
 from megarl.data.dump import Recorded, write_part
+from megarl.data.groups_file import write_groups
 from megarl.data.prompts import PromptStream
 from megarl.data.replay import ReplayBuffer
 from megarl.data.sample import Group, Prompt
@@ -76,6 +77,7 @@ class Trainer:
         meet: waits for all trainers, however long some take.
         checkpoints: None where nothing is trained (debug.rollout_only).
         report: metrics and console (written by trainer 0).
+        resumed: the checkpoint that this life goes on from.
         source: where samples come from; set before the first step.
         saved_at: when a checkpoint was written last, or the run began; by time.monotonic().
     """
@@ -91,6 +93,7 @@ class Trainer:
     report: Reporter
     progress: Progress
     pad_token: int
+    resumed: Path | None = None
     source: Source | None = None
     version: str = ""
     saved_at: float = field(default_factory=time.monotonic)
@@ -100,6 +103,8 @@ class Trainer:
 
         None if the run is asked to stop, by a file STOP in its directory.
         """
+        if self.checkpoints is not None and (saved := self.checkpoints.poll()):
+            self.report.say(f"saved {saved}")
         taken, debug, step = self.source.buffer.take(self.progress.step), self.config.debug, self.progress.step + 1
         if taken is None:
             return None
@@ -169,7 +174,7 @@ class Trainer:
         """Metrics of a publish."""
         if sent is not None:
             self.report.add({"sync/megabytes": sent.bytes / 1e6, "sync/engines": len(sent.engines),
-                             "sync/engines_lost": len(sent.lost), "sync/pause_s": sent.paused_s}
+                             "sync/engines_lost": len(sent.lost), "seconds/pause": sent.paused_s}
                             | (self.source.fleet.metrics() if self.source.fleet else {}))
             for engine, why in sent.lost.items():
                 self.report.say(f"warning: {engine.describe()} did not take the weights {sent.version}: {why}")
@@ -201,8 +206,22 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the progress."""
         self.saved_at = time.monotonic()
-        self.checkpoints.save(replace(self.progress, costs=self.policy.pace.state(),
-                                      collapse=self.policy.collapse.state()))
+        progress = replace(self.progress, costs=self.policy.pace.state(), collapse=self.policy.collapse.state())
+        held: dict[int, Group] = {}
+        if self.source.course is not None:
+            sampled, held = self.source.course.snapshot()
+            progress = replace(progress, position=sampled.position, unfinished=tuple(sampled.unfinished),
+                               held=tuple(sampled.issued))
+
+        def write_held(folder: Path) -> list[Path]:
+            if not held:
+                return []
+            write_groups(path := folder / f"held.{self.groups.dp}.safetensors", held)
+            return [path]
+
+        self.checkpoints.save(progress, write_held)
+        if not self.config.checkpoint.background:
+            self.checkpoints.finish()
 
     def finish(self) -> None:
         """The last checkpoint, the reward curve and, if the run has come to its end, the Hugging Face export."""
@@ -211,6 +230,7 @@ class Trainer:
         if not self.due(self.config.checkpoint.every):
             self.save()
         self.report.draw()
+        self.checkpoints.finish()
         if self.progress.step < self.config.run.steps:
             return self._stop()
         if self.source.sampling is not None:

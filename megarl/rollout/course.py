@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megarl.rollout.dispatch import Decision, Dispatcher, wait_for_decision
+from megarl.data.sample import Group
+from megarl.rollout.dispatch import Decision, Dispatcher, Snapshot, wait_for_decision, wait_for_snapshot
 from megarl.rollout.generate import Generator
 from megarl.rollout.ledger import Announcements
 
@@ -50,6 +51,13 @@ class Course:
             if not decision.joins:
                 return decision
             self.catch_up()
+
+    def snapshot(self) -> tuple[Snapshot, dict[int, Group]]:
+        """Where the sampling stands, and of its finished groups those that this leader has, by their places there."""
+        if self.dispatcher is not None:
+            self.dispatcher.snapshot()
+        found = wait_for_snapshot(self.ear, self._alive)
+        return found, self.generator.held(found.numbers) if self.generator is not None else {}
 
     def _alive(self) -> None:
         self.beat()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch.distributed import Store
 
-from megarl.config.schema import CLOSE_S, Config
+from megarl.config.rollout import CLOSE_S
+from megarl.config.schema import Config
 from megarl.errors import MachineFault
 from megarl.rollout.admission import Pending, choose, window
 from megarl.rollout.lease import LeaseWatch
@@ -67,6 +69,22 @@ class Decision:
     waited_s: dict[str, float] | None = None
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Where the sampling stands, for a checkpoint.
+
+    Attributes:
+        numbers: of the groups that have finished and were not taken, in the order in which they finished.
+        issued: of each the number of the newest weights when it was issued.
+        unfinished, position: draws of a life that begins with these groups.
+    """
+
+    numbers: Sequence[int] = ()
+    issued: Sequence[int] = ()
+    unfinished: Sequence[int] = ()
+    position: int = 0
+
+
 class Dispatcher:
     """Trainer 0's.
 
@@ -74,13 +92,15 @@ class Dispatcher:
         config: the run's.
         store: the control store of this life of the job.
         draws: where the data begins in this life.
+        held: `Snapshot.issued` of the groups that an earlier life had finished. Their numbers are those below 0.
         joined: whether an engine is up that lacks the present weights.
         stops: whether somebody asks the run to end.
         saves: whether a checkpoint is due.
     """
 
-    def __init__(self, config: Config, store: Store, draws: Draws, *, joined: Callable[[], bool] = lambda: False,
-                 stops: Callable[[], bool] = lambda: False, saves: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, config: Config, store: Store, draws: Draws, held: Sequence[int] = (), *,
+                 joined: Callable[[], bool] = lambda: False, stops: Callable[[], bool] = lambda: False,
+                 saves: Callable[[], bool] = lambda: False) -> None:
         rollout = config.rollout
         self._need, self._steps, self._lag = config.data.prompts_per_step, config.run.steps, rollout.max_lag
         self._ahead = rollout.max_lag if rollout.ahead is None else rollout.ahead
@@ -88,7 +108,8 @@ class Dispatcher:
         self._asked_at = float("-inf")
         self._silence_s = silence_s(config)
         self._book = Book(store)
-        self._pending: dict[int, Pending] = {}
+        self._pending = {number: Pending(number, issued, finished) for finished, (number, issued) in
+                         enumerate(zip(held_numbers(len(held)), held, strict=True), start=-len(held))}
         self._unissued: set[int] = set()  # numbers below some issued one: another leader has drawn them
         self._issued = self._gone = self._finished = self._dropped = 0
         self._watch = LeaseWatch()
@@ -97,7 +118,7 @@ class Dispatcher:
         """Let `step`, the next to train, and what may be ahead of it be sampled by the weights `version`."""
         self._read()
         self._book.set_version(version, step)
-        self._book.set_limit(self._gone + window(self._need, self._ahead, step, self._steps))
+        self._book.set_limit(self._gone + window(self._need, self._ahead, step, self._steps) - self._held())
 
     def hold(self, alive: Callable[[], None]) -> None:
         """Let nothing more be issued, and wait until nothing is under way; `open` ends it. `alive` as in `decide`."""
@@ -122,13 +143,31 @@ class Dispatcher:
             if request := self._request():
                 return self._book.announce(asdict(request))
             if news:
-                closed = self._gone + len(self._pending) >= self._book.limit
+                closed = self._gone + len(self._pending) - self._held() >= self._book.limit
                 choice = choose(self._pending.values(), self._need, step, self._lag, closed=closed)
             if choice.numbers is not None:
                 return self._take(choice.numbers, waited)
             begun = time.monotonic()
             news = self._rest(alive)
             waited[choice.waits_for] += time.monotonic() - begun
+
+    def snapshot(self) -> None:
+        """Announce a Snapshot."""
+        self._read()
+        done = sorted((one for one in self._pending.values() if one.finished is not None), key=lambda one: one.finished)
+        under_way = [number for number, one in self._pending.items() if one.finished is None]
+        self._book.announce(asdict(Snapshot([one.number for one in done], [one.issued for one in done],
+                                            *self._left_over(under_way))))
+
+    def _held(self) -> int:
+        """Groups of an earlier life that were not taken yet: they were drawn then."""
+        return sum(number < 0 for number in self._pending)
+
+    def _left_over(self, numbers: Iterable[int]) -> tuple[list[int], int]:
+        """(unfinished, position) of draws of which these numbers and those not issued are still to be answered."""
+        begun = [self._draws.at(number) for number in (*numbers, *self._unissued)]
+        rest = self._draws.unfinished[self._issued:]
+        return sorted((*begun, *rest)), self._draws.at(max(self._issued, len(self._draws.unfinished)))
 
     def _request(self) -> Decision | None:
         """What comes before a take, asked for once a second."""
@@ -140,12 +179,10 @@ class Dispatcher:
     def _take(self, numbers: list[int], waited: Counter[str]) -> None:
         for number in numbers:
             del self._pending[number]
-        self._gone += len(numbers)
-        begun = [self._draws.at(number) for number in (*self._pending, *self._unissued)]
-        rest = self._draws.unfinished[self._issued:]
-        position = self._draws.at(max(self._issued, len(self._draws.unfinished)))
+        self._gone += sum(number >= 0 for number in numbers)
+        unfinished, position = self._left_over(number for number in self._pending if number >= 0)
         self._book.announce(asdict(Decision(
-            saves=self._saves(), numbers=numbers, unfinished=sorted((*begun, *rest)), position=position,
+            saves=self._saves(), numbers=numbers, unfinished=unfinished, position=position,
             dropped=self._dropped, ahead=len(self._pending), waited_s=dict(waited))))
         self._dropped = 0
 
@@ -180,13 +217,27 @@ class Dispatcher:
             self._dropped += entry.state == "dropped"
 
 
+def held_numbers(count: int) -> range:
+    """Numbers of the groups of an earlier life, in the order in which they finished: below those of any draw."""
+    return range(-count, 0)
+
+
 def wait_for_decision(ear: Announcements, alive: Callable[[], None]) -> Decision:
     """What trainer 0 says next, heard by any trainer; `alive` is called again and again, and raises what ends it."""
+    return Decision(**_heard(ear, alive))
+
+
+def wait_for_snapshot(ear: Announcements, alive: Callable[[], None]) -> Snapshot:
+    """The same for a snapshot."""
+    return Snapshot(**_heard(ear, alive))
+
+
+def _heard(ear: Announcements, alive: Callable[[], None]) -> dict[str, Any]:
     begun = time.monotonic()
     while (message := ear.next()) is None:
         alive()
         time.sleep(min(max((time.monotonic() - begun) / 50, POLL_LEAST_S), POLL_MOST_S))
-    return Decision(**message)
+    return message
 
 
 def silence_s(config: Config) -> float:

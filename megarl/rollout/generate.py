@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -112,7 +112,8 @@ class Generator:
     async def _open(self, fleet: Fleet, generation: str, vocab_size: int, decode: Callable[[Sequence[int]], str]):
         session = open_session()
         return session, Issuer(self._config, fleet, session, rid_prefix=f"{generation}/{self._leader_index}",
-                               leader_index=self._leader_index, vocab_size=vocab_size, decode=decode)
+                               leader_index=self._leader_index, leaders=self._leaders, vocab_size=vocab_size,
+                               decode=decode)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -142,6 +143,17 @@ class Generator:
             return since
 
         return _sorted(self._run(take()))
+
+    def held(self, numbers: Sequence[int]) -> dict[int, Group]:
+        """Those of the finished groups `numbers` that this leader has, by their places there; they stay."""
+        async def look() -> dict[int, Group]:
+            return {place: self._kept[number] for place, number in enumerate(numbers) if number in self._kept}
+
+        return self._run(look())
+
+    def restore(self, groups: Mapping[int, Group]) -> None:
+        """Finished groups of an earlier life, by their numbers; before the first step."""
+        self._kept.update(groups)
 
     async def _generate(self) -> None:
         """Draw and answer without an end."""

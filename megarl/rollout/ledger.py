@@ -101,10 +101,14 @@ class Book:
         return read_counter(self._store, "limit")
 
     def announce(self, message: dict[str, Any]) -> None:
-        """Say what all trainers do next. Each has heard the message before when this is called again."""
+        """Say what all trainers do next.
+
+        Whoever has not heard the last message or the one before (a stop, and the snapshot for its checkpoint) can
+        still do so. Older ones are deleted: between the others all trainers meet in a collective.
+        """
         self._told += 1
         self._store.set(f"told/{self._told}", json.dumps(message))
-        self._store.delete_key(f"told/{self._told - 1}")
+        self._store.delete_key(f"told/{self._told - 3}")
 
 
 class Announcements:

@@ -112,6 +112,7 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
             update(first, step)
         for step in (2, 3):
             store.save(Progress(step, 10 * step))
+        store.finish()
         drawn = torch.rand(3)
         norm, after, lr = update(first, 3), weights(first), first.lr
 

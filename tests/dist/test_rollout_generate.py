@@ -52,7 +52,7 @@ def test_leaders_draw_disjointly_and_completely():
             assert all(_positions([result]) == sorted(_positions([result])) for result in results)
             assert (decision.position, decision.unfinished, decision.dropped) == (start + 20, [], 0)
             _check_samples([group for result in results for group in result.groups], step)
-            assert stage.store.num_keys() <= before + 6  # counters, the version, the last announcement
+            assert stage.store.num_keys() <= before + 8  # counters, the version, the last announcements
         assert all(result.groups for result in results)
         assert all(len(engine.requests) > 20 for engine in engines)
         rids = [request["rid"] for engine in engines for request in engine.requests]

@@ -90,7 +90,7 @@ def test_resume_equals_the_uninterrupted_run(folder: Path):
     whole, parts = metrics(folder, "whole"), metrics(folder, "parts")
     times = ("time", "memory/peak_gb", "speed/tokens_per_second")
     for one, other in zip(whole, parts, strict=True):
-        same = {name for name in one if not name.startswith("seconds/") and name not in times}
+        same = {name for name in one if not name.startswith(("seconds/", "fleet/")) and name not in times}
         sums = {name for name in same if name.startswith("reward/")}  # added up by leader, and who samples what varies
         assert {name: one[name] for name in same - sums} == {name: other.get(name) for name in same - sums}
         assert {name: one[name] for name in sums} == pytest.approx({name: other[name] for name in sums}, rel=1e-12)

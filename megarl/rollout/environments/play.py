@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.schema import CLOSE_S
+from megarl.config.rollout import CLOSE_S
 from megarl.errors import MegarlError
 from megarl.rollout.environments.chat import Refused
 from megarl.rollout.environments.episode import EnginesFailed, Episode, Reply
