@@ -443,6 +443,20 @@ megarl_job() { # CONFIG...
     done
 }
 
+# A Python program on all nodes, under torchrun if there are several processes; its status is this script's.
+each_node_runs() { # PROCESSES-A-NODE PROGRAM ARGUMENTS...
+    local nodes status=0 program=("${@:2}")
+    mapfile -t nodes < <(allocated)
+    if [ "${#nodes[@]}" -gt 1 ] || [ "$1" -gt 1 ]; then # torchrun takes the node's rank from PET_NODE_RANK
+        program=(-m torch.distributed.run "--nnodes=${#nodes[@]}" "--nproc-per-node=$1"
+            "--master-addr=$(address_of "${nodes[0]}")" "--master-port=${MASTER_PORT:-29500}" --max-restarts=0 "${program[@]}")
+    fi
+    trap 'cancel_all TERM; exit 143' TERM INT HUP
+    start_step "${2##*/}" "${nodes[*]}" '' NODE_RANK= -- bash "$root/slurm/node.sh" python "${program[@]}"
+    [ -n "${DRY:-}" ] || reap "${2##*/}" || status=$?
+    exit "$status"
+}
+
 # The trainers see the file at the end of a step, save and end.
 ask_to_stop() {
     [ -z "$stop_asked" ] || return 0

@@ -12,7 +12,7 @@ if [ -z "${NODE_RANK:-}" ]; then
         NODE_RANK=$((NODE_RANK + 1))
     done
 fi
-export NODE_RANK
+export NODE_RANK PET_NODE_RANK="$NODE_RANK" # the latter is torchrun's
 ulimit -S -n "$(ulimit -H -n)" # a connection between each pair of ranks, and to each engine
 [ "$1" != python ] || set -- "$python" "${@:2}"
 exec "$@"
