@@ -165,7 +165,7 @@ def _scoring(stack: ExitStack, config: Config, objective: Objective, tokenizer: 
     if not config.environments:
         return score, None
     return score, Environments(config, tokenizer, objective, stop_ids=stop_token_ids(config.model.path, tokenizer),
-                               decode=decoder(tokenizer), score=score)
+                               score=score)
 
 
 def _fleet(config: Config, control: Control) -> Fleet:

@@ -121,6 +121,7 @@ LLAMA3 = r"""
 """  # noqa: E501
 
 MISTRAL = r"""
+{%- set user_messages = messages | selectattr("role", "equalto", "user") | list %}
 {{- bos_token }}
 {%- set ns = namespace(index=0) %}
 {%- for message in messages %}
@@ -131,7 +132,7 @@ MISTRAL = r"""
 {%- endfor %}
 {%- for message in messages %}
     {%- if message["role"] == "user" %}
-        {%- if tools and (loop.first or loop.last) %}{{- "[AVAILABLE_TOOLS] " + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}{%- endif %}
+        {%- if tools and message == user_messages[-1] %}{{- "[AVAILABLE_TOOLS] " + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}{%- endif %}
         {{- "[INST] " + message["content"] + "[/INST]" }}
     {%- elif message.tool_calls %}
         {{- "[TOOL_CALLS] [" }}

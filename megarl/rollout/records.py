@@ -37,6 +37,7 @@ def _line(step: int, sample: Sample) -> dict[str, Any]:
         "source": prompt.source, "prompt": prompt.text, "response": sample.text, "label": prompt.label,
         "reward": sample.reward, "reward_terms": sample.reward_terms, "finish": sample.finish, "seed": sample.seed,
         "versions": sample.versions, "prompt_ids": prompt.token_ids.tolist(),
-        "response_ids": sample.response_ids.tolist(),
+        "response_ids": sample.response_ids.tolist(), "part": sample.part,
+        "trained": None if sample.trained is None else sample.trained.astype(int).tolist(),
         "logprobs": [float(value) for value in sample.logprobs],
     }

@@ -70,7 +70,7 @@ def collected(config: Config, url: str) -> Any:
     fleet.mark_synced(VERSION, [record])
     tokenizer = tokenizer_of("qwen2.5")
     environments = Environments(config, tokenizer, resolve(config.objective, 300), stop_ids=stop_ids_of("qwen2.5"),
-                                decode=tokenizer.decode, score=None)
+                                score=None)
     prompts = [Prompt(number, 0, number, "talk", np.array([1], np.int32), text=str(number))
                for number in range(PROMPTS)]
     generator = Generator(config, None, fleet, store, Draws(), generation=GENERATION, leader_index=0, leaders=1,

@@ -128,6 +128,20 @@ def test_qwen3_without_thinking_splits_at_tool_calls() -> None:
     assert not kept
 
 
+def test_mistral_moves_its_tools() -> None:
+    """They stand before the last user message: its text changes when the user speaks again, and not for a tool."""
+    chat = chat_of("mistral")
+    prompt = chat.open(USER, TOOLS)
+    said = chat.read(ids("mistral", CALLS["mistral"] + "</s>"), TOOLS)
+    after, kept = chat.extend(prompt, said, [tool_message(said)], TOOLS)
+    assert kept
+    second = chat.read(ids("mistral", " three</s>"), TOOLS)
+    fresh, kept = chat.extend(after, second, [{"role": "user", "content": "and 3+4?"}], TOOLS)
+    assert not kept and fresh.text.count("[AVAILABLE_TOOLS]") == 1
+    plain = chat.open(USER)
+    assert chat.extend(plain, chat.read(ids("mistral", " three</s>")), [{"role": "user", "content": "ok"}])[1]
+
+
 def test_a_template_that_drops_thoughts_at_once_splits() -> None:
     """As DeepSeek-R1's: the reply's own rendering says less than the reply; nothing else of the text changes."""
     chat = chat_of("deepseek", strip_thoughts=True)

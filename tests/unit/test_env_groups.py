@@ -67,7 +67,7 @@ def make(config: Config, engines: Engines, prompt: Prompt = MORE, n: int = 4, sc
 
     async def run() -> tuple[Any, ScoreReport]:
         environments = Environments(config, tokenizer_of("qwen2.5"), resolve(config.objective, 2000),
-                                    stop_ids=stop_ids_of("qwen2.5"), decode=lambda ids: "", score=score)
+                                    stop_ids=stop_ids_of("qwen2.5"), score=score)
         assert environments.sources == {"talk"}
         work = Work(Sampling(2000, n=n), None, counts)
         try:
@@ -133,7 +133,7 @@ def test_code_that_ignores_its_end_holds_nobody_up(monkeypatch: pytest.MonkeyPat
 
     async def run() -> Any:
         environments = Environments(config, tokenizer_of("qwen2.5"), resolve(config.objective, 2000),
-                                    stop_ids=stop_ids_of("qwen2.5"), decode=lambda ids: "", score=None)
+                                    stop_ids=stop_ids_of("qwen2.5"), score=None)
         return await environments.make(Engines(), MORE, [1], Work(Sampling(2000), None, Counter()))
 
     env_cases.EVENTS.clear()
@@ -186,7 +186,7 @@ def test_more_turns_than_allowed_are_cut() -> None:
 
     async def run() -> Any:
         environments = Environments(config, tokenizer_of("qwen2.5"), resolve(config.objective, 20),
-                                    stop_ids=stop_ids_of("qwen2.5"), decode=lambda ids: "", score=None)
+                                    stop_ids=stop_ids_of("qwen2.5"), score=None)
         return await environments.make(Engines(), MORE, [1], Work(Sampling(20), None, Counter()))
 
     group, report = asyncio.run(run())

@@ -53,15 +53,14 @@ class Environments:
         tokenizer: of the model, with a chat template if there is any environment.
         objective: for the credit of turns.
         stop_ids: tokens that end a reply.
-        decode: token ids -> text, for records.
         score: reward terms (`RewardPool.score_group`); None if there are none.
     Raises:
         UserMistake: as `load.bind_all`; the tokenizer has no chat template.
     """
 
     def __init__(self, config: Config, tokenizer: Any, objective: Objective, *, stop_ids: Sequence[int],
-                 decode: Callable[[Sequence[int]], str], score: Score | None) -> None:
-        self._config, self._objective, self._decode, self._score = config, objective, decode, score
+                 score: Score | None) -> None:
+        self._config, self._objective, self._tokenizer, self._score = config, objective, tokenizer, score
         self._bound: Mapping[str, Bound] = bind_all(config)
         stops = {*stop_ids, *config.rollout.stop_token_ids}
         self._chats = {bound.config.name: Chat(tokenizer, options=config.data.chat_template_options, stop_ids=stops,
@@ -129,7 +128,11 @@ class Environments:
                     failed = error
                     if error.kind not in ("error", "timeout"):
                         break
-        return _Played(episode, episode.samples(prompt, n, self._decode), answer, failed)
+        return _Played(episode, episode.samples(prompt, n, self._text), answer, failed)
+
+    def _text(self, ids: list[int]) -> str:
+        """For records: special tokens are shown, since they say who speaks."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _limits(self, turn: int | None, turns: int, work: Work) -> Limits:
         """An episode has the room of a single-turn sample: what is checked for those, and planned, holds for it."""
