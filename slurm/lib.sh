@@ -57,6 +57,7 @@ begin() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     [ -z "${DRY:-}" ] || export PYTHONDONTWRITEBYTECODE=1
     in_slurm="${SLURM_JOB_ID:+yes}" job="${SLURM_JOB_ID:-local}" restart="${SLURM_RESTART_COUNT:-0}"
+    first_port="${MASTER_PORT:-$((20000 + (10#${job//[!0-9]/0} * 61 + restart * 17) % 10000))}"
     dead_s="${DEAD_S:-60}" hang_s="${HANG_S:-1800}" retries="${RETRIES:-3}"
     IFS=' ' read -r -a srun_args <<<"${SRUN_ARGS:-}"
     IFS=' ' read -r -a container_args <<<"${CONTAINER_ARGS:-}"
@@ -421,7 +422,7 @@ megarl_job() { # CONFIG...
     while :; do
         try=$((try + 1)) life="$job.$restart.$try" life_dir="$run_dir/logs/$life"
         # two ports of its own for each life: what is left of an earlier one must not be met
-        port=$((${MASTER_PORT:-$((20000 + (10#${job//[!0-9]/0} * 61 + restart * 17) % 10000))} + 2 * ((try - 1) % 100)))
+        port=$((first_port + 2 * ((try - 1) % 100)))
         run mkdir -p "$life_dir"
         run rm -f "$run_dir/exit.json" "$run_dir/STOP"
         find_healthy
@@ -443,17 +444,19 @@ megarl_job() { # CONFIG...
     done
 }
 
-# A Python program on all nodes, under torchrun if there are several processes; its status is this script's.
-each_node_runs() { # PROCESSES-A-NODE PROGRAM ARGUMENTS...
-    local nodes status=0 program=("${@:2}")
+# A Python program on all nodes; its status is this script's.
+each_node_runs() { # PROCESSES-A-NODE PROGRAM ARGUMENTS...   under torchrun, or 0: once, finding the others by itself
+    local nodes address status=0 command=("${@:2}")
     mapfile -t nodes < <(allocated)
-    if [ "${#nodes[@]}" -gt 1 ] || [ "$1" -gt 1 ]; then # torchrun takes the node's rank from PET_NODE_RANK
-        program=(-m torch.distributed.run "--nnodes=${#nodes[@]}" "--nproc-per-node=$1"
-            "--master-addr=$(address_of "${nodes[0]}")" "--master-port=${MASTER_PORT:-29500}" --max-restarts=0 "${program[@]}")
+    address="$(address_of "${nodes[0]}")"
+    if [ $(($1 * ${#nodes[@]})) -gt 1 ]; then # torchrun takes its --node-rank from PET_NODE_RANK, which node.sh sets
+        command=(-m torch.distributed.run "--nnodes=${#nodes[@]}" "--nproc-per-node=$1" "--master-addr=$address"
+            "--master-port=$first_port" --max-restarts=0 "${command[@]}")
     fi
     trap 'cancel_all TERM; exit 143' TERM INT HUP
-    start_step "${2##*/}" "${nodes[*]}" '' NODE_RANK= -- bash "$root/slurm/node.sh" python "${program[@]}"
-    [ -n "${DRY:-}" ] || reap "${2##*/}" || status=$?
+    start_step megarl "${nodes[*]}" '' NODE_RANK= "NNODES=${#nodes[@]}" "MASTER_ADDR=$address" \
+        "MASTER_PORT=$first_port" -- bash "$root/slurm/node.sh" python "${command[@]}"
+    [ -n "${DRY:-}" ] || reap megarl || status=$?
     exit "$status"
 }
 
