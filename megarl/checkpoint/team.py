@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ class Team:
         if size == 1:
             yield cls()
             return
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=datetime.timedelta(hours=6))  # others' shares may take longer
         yield cls(dist.get_rank(), size)
         dist.destroy_process_group()
 

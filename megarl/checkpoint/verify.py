@@ -135,9 +135,10 @@ def _by_megatron(weights: Any, hf: HFConfig, sequences: list[torch.Tensor]) -> t
     config = Config.model_validate({
         "model": {"path": hf.path, "dtype": "fp32", "implementation": "local"},
         "data": {"sources": [{"path": "none"}]}, "reward": {"terms": [{"name": "exact"}]}})
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    timeout = datetime.timedelta(minutes=10)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        make_groups(layout := Layout(1), datetime.timedelta(minutes=10), seed=0)
+        make_groups(layout := Layout(1), timeout, seed=0)
         chunk, = build_chunks(hf, config, layout)
         load_weights([chunk], weights, hf)
         hidden = chunk.eval()(_pack(sequences))[:, 0]
