@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import shutil
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -153,8 +154,42 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
         except UserMistake as error:
             if "damaged" not in str(error):
                 wrong.append(str(error))
+        path, progress = again.resume()  # the one before is taken, and the bad one named
+        if path.name != "step_00000002" or progress != Progress(2, 20) or second.updates != 3 or [
+                "step_00000003 is damaged" in told for told in again.passed_over] != [True]:
+            wrong.append(f"resumed {path} {progress}, {again.passed_over}")
+        wrong += _full_disk(again, Progress(4, 40), rank)
         dist.barrier()
         parallel_state.destroy_model_parallel()
+    return wrong
+
+
+def _full_disk(store: Any, progress: Any, rank: int) -> list[str]:
+    """Files of one rank cannot grow: every rank is told, nothing is lost, and there can be another save."""
+    import resource
+    import signal
+
+    from megarl.errors import MachineFault
+
+    before = store.newest()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    wrong = []
+    try:
+        store.save(progress)
+        store.finish()
+        wrong.append("a save without room succeeded")
+    except MachineFault as fault:
+        if "could not be written" not in str(fault) or (rank == 0 and "File too large" not in str(fault)):
+            wrong.append(str(fault))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if store.newest() != before:
+        wrong.append(f"newest is {store.newest()}")
+    store.save(progress)
+    if store.finish().name != "step_00000004":
+        wrong.append("the next save failed")
     return wrong
 
 
