@@ -66,7 +66,7 @@ def draw(curves: dict[str, list[list[dict]]], path: Path, title: str) -> None:
         axes.grid(alpha=0.3)
     both[0].legend()
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 
