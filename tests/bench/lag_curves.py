@@ -85,8 +85,8 @@ def main() -> None:
                     "--layers", "2"], check=True)
     curves: dict[str, list[list[dict]]] = {}
     kinds = {"lag 0": (0, []), **{form: (options.lag, keys) for form, keys in FORMS.items()}}
-    print("| objective | max_lag | reward of the last 10 steps, by seed | mean | mean lag | clipped | KL to old | "
-          "mean weight |")
+    print("| objective | max_lag | reward of the last 10 steps, by seed | mean | mean lag | clipped | KL to old | KL to "
+          "the engine |")
     print("|---|---|---|---|---|---|---|---|")
     for form, (lag, keys) in kinds.items():
         runs = [run(options.out / f"{form.replace(' ', '')}-{seed}", task, options.steps, seed, lag, keys, options.lr)
@@ -99,7 +99,7 @@ def main() -> None:
         last = [statistics.fmean(record["reward/mean"] for record in one[-LAST:]) for one in runs]
         print(f"| {form} | {lag} | {', '.join(f'{value:.3f}' for value in last)} | {statistics.fmean(last):.3f} | "
               f"{mean('lag/mean'):.2f} | {mean('policy/clip_fraction'):.4f} | {mean('policy/kl_old'):.2g} | "
-              f"{mean('engine/is_weight'):.3f} |", flush=True)
+              f"{mean('engine/kl'):.2g} |", flush=True)
     draw(curves, options.out / "curves.png", f"Sort task, GRPO, {options.seeds} seeds: decoupled and naive at max_lag "
          f"{options.lag}, and max_lag 0")
 
