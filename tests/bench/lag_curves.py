@@ -3,7 +3,7 @@
     python tests/bench/lag_curves.py [--out runs/lag-curves] [--lag 4] [--seeds 3] [--steps 60]
 
 A tiny dense Qwen3 learns to sort with GRPO, one trainer and one embedded engine, at `rollout.max_lag` 0 and --lag:
-there the engine is so much faster than the trainer that nearly every sample is --lag versions old when it is trained on.
+the engine is so much faster than the trainer that nearly every sample is --lag versions old when it is trained on.
 `decoupled` is the default objective (ratio to the old log-probs, truncated weight old/engine); `naive` has
 `objective.proximal: behaviour` and no weight. Everything else is equal, the seeds too (of data order and sampling).
 
@@ -85,8 +85,8 @@ def main() -> None:
                     "--layers", "2"], check=True)
     curves: dict[str, list[list[dict]]] = {}
     kinds = {"lag 0": (0, []), **{form: (options.lag, keys) for form, keys in FORMS.items()}}
-    print("| objective | max_lag | reward of the last 10 steps, by seed | mean | mean lag | clipped | KL to old | KL to "
-          "the engine |")
+    print("| objective | max_lag | reward of the last 10 steps, by seed | mean | mean lag | clipped | KL to old | "
+          "KL to the engine |")
     print("|---|---|---|---|---|---|---|---|")
     for form, (lag, keys) in kinds.items():
         runs = [run(options.out / f"{form.replace(' ', '')}-{seed}", task, options.steps, seed, lag, keys, options.lr)
