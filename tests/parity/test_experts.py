@@ -93,7 +93,7 @@ def bias_by_hand(path: str, groups: Any, out: str) -> dict[str, Any]:
         start = weights_of(policy)
     kept = Checkpoints(Path(out), 1, policy.optimizer, {})
     kept.save(Progress(step=1))
-    getattr(kept, "finish", lambda: None)()
+    kept.finish()
     again = make_policy(path, settings(path, Layout(1), bias_rate=RATE), groups)
     loaded = Checkpoints(Path(out), 1, again.optimizer, {})
     loaded.load(loaded.newest())
