@@ -141,8 +141,8 @@ def resolve(config: ObjectiveConfig, max_response_tokens: int) -> Objective:
         raise UserMistake(f"{decided['clip_low']:g} puts the lower bound of the ratio below 0", "objective.clip_low",
                           "use a value from 0 to 1")
     given = {name: getattr(config, name) for name in (
-        "algorithm", "std_over", "std_ddof", "std_eps", "kl", "entropy_bonus", "proximal", "correction", "mask_truncated",
-        "overlong_buffer", "overlong_penalty")}
+        "algorithm", "std_over", "std_ddof", "std_eps", "kl", "entropy_bonus", "proximal", "correction",
+        "mask_truncated", "overlong_buffer", "overlong_penalty")}
     return Objective(max_response_tokens=max_response_tokens, **decided, **given)
 
 

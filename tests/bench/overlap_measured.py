@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from megarl.data.dump import joined, read_parts  # noqa: E402
 from megarl.data.sample import sample_seed  # noqa: E402
 from megarl.rollout.overlap import Setting, ks_distance, simulate  # noqa: E402
 
-GROUPS, SAMPLES, SLOTS, MOST, SKIP = 16, 4, 32, 50, 6
+GROUPS, SAMPLES, SLOTS, MOST = 16, 4, 32, 50
 LENGTHS = np.maximum(generated_tokens() // 20, 1)
 
 
@@ -120,15 +121,18 @@ class SleepingEngine(ScriptedEngine):
 def run(folder: Path, task: Path, steps: int, lag: int, url: str) -> list[dict]:
     """The real loop; the records of its steps."""
     command = [
-        "bash", str(ROOT / "launch/torchrun.sh"), str(ROOT / "configs/tiny/grpo_dense.yaml"), f"run.dir={folder}",
+        sys.executable, "-m", "megarl.train", str(ROOT / "configs/tiny/grpo_dense.yaml"), f"run.dir={folder}",
         f"run.steps={steps}", "cluster.trainers=1", "cluster.rollouts=0", "parallel.tensor=1", f"rollout.urls=[{url}]",
         f"rollout.max_lag={lag}", f"rollout.max_response_tokens={MOST}", f"rollout.samples_per_prompt={SAMPLES}",
         f"data.prompts_per_step={GROUPS}", f"model.path={task}/model", f"data.sources.0.path={task}/train.jsonl",
         f"eval.sets.0.path={task}/heldout.jsonl", "eval.every=0", "eval.before_start=false", "checkpoint.every=0",
         "checkpoint.export=false", "sync.transport=disk", "objective.gap_alarm.action=off", "observe.tensorboard=false",
         f"debug.dump_experience={folder}/experience", "rollout.groups_in_flight=1000", "batch.minibatches=1"]
-    done = subprocess.run(command, capture_output=True, text=True,
-                          env={**os.environ, "MEGARL_VENV": sys.prefix, "OMP_NUM_THREADS": "1"})
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **alone, "OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise SystemExit(f"max_lag {lag} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -136,22 +140,22 @@ def run(folder: Path, task: Path, steps: int, lag: int, url: str) -> list[dict]:
 
 def compare(engine: SleepingEngine, records: list[dict], folder: Path, lag: int) -> str:
     """One line of the table."""
-    steps, period = len(records), lag + 1
-    last = SKIP + (steps - 1 - 2 * SKIP) // period * period
-    spans = np.diff([record["time"] for record in records[SKIP:last + 1]])
-    waits = [record["seconds/rollout"] for record in records[SKIP + 1:last + 1]]
+    steps, period, skip = len(records), lag + 1, lag + 2
+    last = skip + (steps - 1 - 2 * skip) // period * period
+    spans = np.diff([record["time"] for record in records[skip:last + 1]])
+    waits = [record["seconds/rollout"] for record in records[skip + 1:last + 1]]
     busy = float(spans.mean()) - statistics.fmean(waits)
     stood = statistics.fmean(engine.pauses[-steps // 2:])
     lengths = np.array([[length_of(sample_seed(0, position, n)) for n in range(SAMPLES)]
                         for position in range(steps * GROUPS)])
     setting = Setting(SLOTS, engine.token_s, GROUPS, busy - stood, stood, lag, steps)
     forecast = simulate(setting, lengths)
-    got, want = 3600 / float(spans.mean()), forecast.steps_per_hour(SKIP)
-    bound = setting.bound(lengths[SKIP * GROUPS:-SKIP * GROUPS])
+    got, want = 3600 / float(spans.mean()), forecast.steps_per_hour(skip)
+    bound = setting.bound(lengths[skip * GROUPS:-skip * GROUPS])
     trained = np.concatenate([joined(read_parts(folder, step, 0, 1)).response_lengths for step in range(1, steps + 1)])
     seeds = [seed for body in engine.requests for seed in body["sampling_params"]["sampling_seed"]]
     sampled = np.array([length_of(seed) for seed in seeds])
-    mean_lag = statistics.fmean(record.get("lag/mean", 0.0) for record in records[SKIP:])
+    mean_lag = statistics.fmean(record.get("lag/mean", 0.0) for record in records[skip:])
     return (f"| {lag} | {got:.0f} | {want:.0f} | {100 * got / want:.1f} % | {bound:.0f} | {100 * got / bound:.0f} % | "
             f"{busy:.2f} | {1000 * stood:.0f} | {mean_lag:.2f} | {ks_distance(trained, sampled):.4f} | "
             f"{(len(sampled) - len(trained)) // SAMPLES} |")
