@@ -232,6 +232,8 @@ def _paths(config: Config) -> Iterator[UserMistake]:
                           "give the directory of a Hugging Face checkpoint")
     else:
         yield from files.check_model_files(config.model.path)
+    if config.model.weights:
+        yield from files.check_weights(config.model.weights)
 
 
 def _layout(config: Config, layout: Layout, notes: list[str]) -> Iterator[UserMistake]:

@@ -48,6 +48,14 @@ def check_model_files(path: str) -> Iterator[UserMistake]:
         yield UserMistake(f"{directory} has no tokenizer", "model.path", f"it needs one of {', '.join(_TOKENIZERS)}")
 
 
+def check_weights(path: str) -> Iterator[UserMistake]:
+    """Mistakes in a Megatron-core checkpoint that a run is to begin with, as far as its files' names tell."""
+    missing = [name for name in ("metadata.json", ".metadata", "common.pt") if not (Path(path) / name).is_file()]
+    if missing:
+        yield UserMistake(f"{path} has no {missing[0]}", "model.weights",
+                          "give a directory that tools/convert_hf_to_megatron.py made, or a run's checkpoints/step_*")
+
+
 def _shards(index: Path) -> dict[str, set[str]]:
     """Tensors of each shard, as model.safetensors.index.json has them."""
     shards: dict[str, set[str]] = {}

@@ -47,7 +47,7 @@ class Policy:
         self.pace = Pace(config, hf, groups)
         dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
         self.chunks = build_chunks(hf, config, layout)
-        load_hf(self.chunks, config.model.path, hf)
+        load_hf(self.chunks, config.model.weights or config.model.path, hf)
         if config.debug.rollout_only:
             return  # weights to sample with, and nothing to train them
         self._reference = HostWeights(self.chunks) if objective.needs_reference else None

@@ -117,6 +117,38 @@ def test_export_answers_as_the_engine_did(folder: Path):
         assert output[0, prompt.size(1):].tolist() == answer["response_ids"]
 
 
+def test_a_checkpoint_converts_to_what_the_run_exported(folder: Path):
+    from megarl.checkpoint.convert import to_hf
+    from megarl.checkpoint.inspect import newest
+    from megarl.checkpoint.team import Team
+
+    to_hf(newest(folder / "whole"), folder / "converted", Team())
+    names = {path.name for path in (folder / "converted").iterdir()}
+    assert names == {path.name for path in (folder / "whole" / "export").iterdir()} > {"tokenizer.json", "config.json"}
+    for name in names - {"model.safetensors.index.json"}:  # the run's stages have files of their own
+        if not name.endswith(".safetensors"):
+            assert (folder / "converted" / name).read_bytes() == (folder / "whole/export" / name).read_bytes()
+    ours, theirs = (weights(folder / place) for place in ("converted", "whole/export"))
+    assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_a_run_begins_with_another_ones_weights(folder: Path):
+    """In another layout: it answers, before it trains, what that one answered last."""
+    launch(folder, "begun", f"model.weights={folder / 'whole/checkpoints/step_00000004'}", "parallel.tensor=2",
+           "parallel.expert=1", "run.steps=1", "data.prompts_per_step=8", "checkpoint.export=false")
+    answers = [sorted((answer["prompt"], tuple(answer["response_ids"])) for path in sorted(
+        (folder / run / "rollouts").glob(f"eval_greedy_step_{step}.*")) for answer in map(
+            json.loads, path.read_text().splitlines())) for run, step in (("begun", "0000"), ("whole", "0004"))]
+    assert answers[0] == answers[1] and len(answers[0]) == 10
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    """All tensors of a Hugging Face directory."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 def test_what_a_run_leaves(folder: Path):
     run = folder / "whole"
     assert (run / "reward.png").stat().st_size > 5_000 and list((run / "tensorboard").iterdir())

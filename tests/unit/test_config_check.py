@@ -147,6 +147,9 @@ def test_the_good_config_is_good(folder: Path) -> None:
      "megatron.moe_token_dispatcher_type: 'flx' does not fit TransformerConfig.moe_token_dispatcher_type; give a value "
      "of the type Literal['allgather', 'alltoall', 'flex']"),
     ({"data.sources.0.path": "F.txt"}, "data.sources.0.path: F.txt is neither .jsonl nor .parquet; give one of these"),
+    ({"model.weights": "F/model"},
+     "model.weights: F/model has no metadata.json; give a directory that tools/convert_hf_to_megatron.py made, or a "
+     "run's checkpoints/step_*"),
     ({"model.path": "F/none"},
      "model.path: F/none is not a directory; give the directory of a Hugging Face checkpoint"),
     ({"run.dir": "F/train.jsonl/run"}, "run.dir: F/train.jsonl is a file; give a directory"),

@@ -112,7 +112,7 @@ def test_not_a_config(tmp_path: Path, text: str, told: str) -> None:
 def test_empty_file_names_what_is_missing(tmp_path: Path) -> None:
     told = mistakes(tmp_path, "# nothing\n")
     assert [line.split(":")[1].strip() for line in told] == ["model", "data"]
-    assert "is missing (the policy); give a section with the keys path, implementation" in told[0]
+    assert "is missing (the policy); give a section with the keys path, weights, implementation" in told[0]
 
 
 def test_missing_file(tmp_path: Path) -> None:
