@@ -146,10 +146,11 @@ def test_other_tools_are_another_conversation() -> None:
     asyncio.run(run())
 
 
-def test_limits_of_tokens() -> None:
+@pytest.mark.parametrize("total, response", [(45, 60), (60, 45)])
+def test_limits_of_tokens(total: int, response: int) -> None:
     async def run() -> None:
         start = len(chat_of("qwen2.5").open(USER).ids)
-        asked = Asked(["a" * 50, "b" * 50, "c" * 50], Limits(total=start + 45, response=60, turn=20, turns=9))
+        asked = Asked(["a" * 50, "b" * 50, "c" * 50], Limits(start + total, response, turn=20, turns=9))
         first = await asked.ask(USER)
         assert first.action.tokens == 20 and not asked.episode.ended
         messages = [*USER, first.message, {"role": "user", "content": "go"}]

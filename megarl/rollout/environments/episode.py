@@ -150,7 +150,7 @@ class _Node:
 
     Attributes:
         heard: its messages, the reply included, reduced to what they say.
-        prompt, said, tools: what was asked and answered.
+        prompt, said: what was asked and answered. (Other tools are another text, if the template shows them.)
         piece: whose end the reply is, as long as `free`.
         free: no call has gone on from here.
     """
@@ -158,7 +158,6 @@ class _Node:
     heard: list[str]
     prompt: Rendered
     said: Said
-    tools: list[Message]
     piece: int
     free: bool = True
 
@@ -256,7 +255,7 @@ class Episode:
         """(node gone on from, prompt, whether it goes on at the end of the node's piece)."""
         heard = [_heard(message) for message in messages]
         known = [node for node in self._nodes
-                 if len(node.heard) < len(heard) and node.heard == heard[:len(node.heard)] and node.tools == tools]
+                 if len(node.heard) < len(heard) and node.heard == heard[:len(node.heard)]]
         if not known:
             return None, self._chat.open(messages, tools), False
         node = max(known, key=lambda one: (len(one.heard), one.free))
@@ -272,7 +271,7 @@ class Episode:
         self.turns.append(turn)
         said = self._chat.read(completion.response_ids, tools, key=sample_seed(self._seed, self._calls, 1))
         heard = [_heard(message) for message in (*messages, said.message)]
-        self._nodes.append(_Node(heard, prompt, said, tools, number))
+        self._nodes.append(_Node(heard, prompt, said, number))
         self.tool_calls += len(said.parsed.calls)
         self.tool_errors += len(said.parsed.errors)
         action = Action(said.text, said.parsed.content, said.parsed.calls, said.parsed.errors, completion.finish,
