@@ -10,4 +10,4 @@ if [ $# -gt 0 ]; then
     exec "$python" -m pytest "$@"
 fi
 "$python" -m ruff check .
-exec "$python" -m pytest tests/unit tests/dist tests/parity tests/e2e
+exec "$python" -m pytest tests/unit tests/dist tests/parity tests/e2e tests/slurm

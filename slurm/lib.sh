@@ -24,6 +24,7 @@ EXIT_GRACE_S=20 # for all ranks to end once one has told why it failed
 
 declare -A step_pid=() step_nodes=() beat=() beat_at=() bad=()
 healthy=() spares=()
+counter=''    # the process that says that this script is alive
 stop_asked='' # SECONDS when the stop was asked for
 end_asked=''  # the signal that ends the job, once it came
 
@@ -117,6 +118,7 @@ find_healthy() {
         [ -n "${bad[$node]:-}" ] || all+=("$node")
     done < <(allocated)
     mapfile -t healthy < <([ ${#all[@]} -eq 0 ] || answering "${all[@]}")
+    [ -z "$end_asked" ] || return 0 # then nothing answers
     for node in "${all[@]}"; do
         [[ " ${healthy[*]} " == *" $node "* ]] || mark_bad "$node" "did not answer"
     done
@@ -131,6 +133,7 @@ measure() {
         --folder "$life_dir" --bad "$verdict" "${preflight_args[@]}"
     [ -z "${DRY:-}" ] || return 0
     wait_step preflight 600 || status=$?
+    [ -z "$end_asked" ] || return 0
     if [ -f "$verdict" ]; then
         while read -r node why; do mark_bad "$node" "$why"; done <"$verdict"
     else
@@ -182,7 +185,7 @@ is_running() { [ -n "${step_pid[$1]:-}" ] && kill -0 "${step_pid[$1]}" 2>/dev/nu
 # The status of a step that has ended; forgets it.
 reap() { # NAME
     local status=0
-    wait "${step_pid[$1]}" || status=$?
+    { wait "${step_pid[$1]}" || status=$?; } 2>/dev/null # bash would tell that it was killed
     unset "step_pid[$1]"
     return "$status"
 }
@@ -195,15 +198,15 @@ wait_step() { # NAME SECONDS
     reap "$1"
 }
 
-# Ends a step, gracefully first where the signal is TERM. srun waits for a lost node until Slurm gives the node up, so
-# it is killed itself in the end.
+# Ends a step, gracefully first where the signal is TERM. srun waits for a lost node until Slurm gives the node up, and
+# scancel waits, too: nobody waits for them, and srun is killed itself in the end.
 cancel_step() { # NAME SIGNAL [SECONDS]
-    local numbers deadline=$((SECONDS + ${3:-10}))
+    local numbers deadline=$((SECONDS + ${3:-5}))
     is_running "$1" || return 0
     if [ -n "$in_slurm" ]; then
         numbers="$(squeue --steps --noheader --jobs="$job" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')"
         # shellcheck disable=SC2086 # several numbers are several words
-        [ -z "$numbers" ] || scancel --quiet --signal="$2" $numbers || true
+        [ -z "$numbers" ] || timeout 30 scancel --quiet --signal="$2" $numbers 2>/dev/null &
     else
         kill -s "$2" "${step_pid[$1]}" || true
     fi
@@ -213,11 +216,13 @@ cancel_step() { # NAME SIGNAL [SECONDS]
         cancel_step "$1" KILL
     else
         kill -s KILL "${step_pid[$1]}" || true
+        while is_running "$1"; do nap 0.1; done
     fi
 }
 
 cancel_all() { # SIGNAL
     local name
+    [ -z "$counter" ] || kill "$counter" 2>/dev/null || true
     for name in "${!step_pid[@]}"; do cancel_step "$name" "$1" 15; done
 }
 
@@ -252,14 +257,18 @@ lost_a_node() { # STEP PREFIX FIRST
 
 # A job with --no-kill outlives its nodes, also the one that runs this script, and nobody would start it again. A task
 # on another node requeues the job when this script stops counting.
+start_counting() {
+    local file="$run_dir/logs/$job.$restart.alive"
+    [ "${ENVIRONMENT:-}" = BATCH ] || return 0
+    while echo "$SECONDS" >"$file" && sleep 2; do :; done &
+    counter=$!
+}
+
 keep_guard() {
     local container_args=() node="${healthy[-1]}" # it needs scontrol, and no Python
-    [ "${ENVIRONMENT:-}" = BATCH ] && [ ${#healthy[@]} -gt 1 ] || return 0
-    echo "$SECONDS" >"$run_dir/logs/$job.$restart.alive"
-    if ! is_running guard && [ -z "${bad[$node]:-}" ]; then
-        start_step guard "$node" "$life_dir/guard.log" -- \
-            bash "$root/slurm/guard.sh" "$run_dir/logs/$job.$restart.alive" "$dead_s"
-    fi
+    if [ -z "$counter" ] || [ ${#healthy[@]} -eq 1 ] || [ -n "${bad[$node]:-}" ] || is_running guard; then return 0; fi
+    start_step guard "$node" "$life_dir/guard.log" -- \
+        bash "$root/slurm/guard.sh" "$run_dir/logs/$job.$restart.alive" "$dead_s"
 }
 
 # --- one life: a launch, until its trainers have ended
@@ -336,7 +345,7 @@ replace_rollout() { # NUMBER STATUS CONFIG...
     local number="$1" node="${rollout_nodes[$1]}"
     say "rollout node $number ($node) ended with status $2; the trainers go on"
     rollout_deaths[number]=$((${rollout_deaths[number]:-0} + 1))
-    if [ -z "$(answering "$node")" ]; then
+    if [ -z "$(answering "$node")" ] && [ -z "$end_asked" ]; then
         mark_bad "$node" "did not answer"
     elif [ "${rollout_deaths[number]}" -gt "$retries" ]; then
         mark_bad "$node" "its rollout ranks ended ${rollout_deaths[number]} times"
@@ -376,6 +385,7 @@ watch() { # CONFIG...
             continue
         fi
         cancel_step trainers KILL
+        break
     done
     [ -z "$end_asked" ] || finish 143 "ended by $end_asked"
     reap trainers || status=$?
@@ -425,6 +435,7 @@ megarl_job() { # CONFIG...
         port=$((first_port + 2 * ((try - 1) % 100)))
         run mkdir -p "$life_dir"
         run rm -f "$run_dir/exit.json" "$run_dir/STOP"
+        [ -n "$counter${DRY:-}" ] || start_counting
         find_healthy
         [ -z "$end_asked" ] || finish 143 "ended by $end_asked"
         [ -z "$stop_asked" ] || again "asked to stop before the start"

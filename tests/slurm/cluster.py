@@ -102,14 +102,6 @@ class Cluster:
         """Fields of `scontrol show job`."""
         return dict(re.findall(r"(?:^| )([A-Za-z]\w*)=(\S*)", self.call("scontrol", "-o", "show", "job", number)))
 
-    def wait(self, number: str, timeout_s: float) -> dict[str, str]:
-        """Until the job is over; its fields."""
-        def over() -> dict[str, str] | None:
-            found = self.job(number)
-            return found if found["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") else None
-
-        return until(over, f"job {number} has not ended", timeout_s)
-
     # --- nodes
 
     def cut_power(self, node: str) -> None:
@@ -135,6 +127,10 @@ class Cluster:
     def state(self, node: str) -> str:
         """idle, mixed, down* ..."""
         return self.call("sinfo", "-h", "-N", "-n", node, "-o", "%T").split()[0]
+
+    def wait_idle(self) -> None:
+        """Until all nodes are free."""
+        until(lambda: all(self.state(node) == "idle" for node in self.nodes), "the nodes are not idle", 60.0)
 
     def _namespace(self, node: str) -> str:
         return f"{self._prefix}{node}"
@@ -172,7 +168,7 @@ class Cluster:
         stack.callback(self._end_nodes)
         for node in self.nodes:
             self.boot(node)
-        until(lambda: all(self.state(node) == "idle" for node in self.nodes), "the nodes are not idle")
+        self.wait_idle()
 
     def _make_network(self, stack: ExitStack) -> None:
         def ip(*words: str, check: bool = True) -> None:

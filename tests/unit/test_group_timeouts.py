@@ -1,4 +1,4 @@
-"""Every process group and every store has a timeout of its own, read from the sources: the defaults are half an hour."""
+"""Every process group and store has a timeout of its own, read from the sources (by default it is half an hour)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_group_has_a_timeout() -> None:
     calls = {(path.relative_to(ROOT), line): call for folder in ("megarl", "tools")
              for path in sorted((ROOT / folder).rglob("*.py")) for line, call in makers(path.read_text()).items()}
     assert len(calls) > 8  # else nothing is looked at any more
-    wrong = [f"{path}:{line}: {name}" for (path, line), (name, keywords) in calls.items() if MAKERS[name] not in keywords]
+    wrong = [f"{path}:{line}: {name}" for (path, line), (name, given) in calls.items() if MAKERS[name] not in given]
     assert not wrong, "\n".join(wrong)
 
 
