@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                         num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
                         routed_scaling_factor=2.5, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16,
                         qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=4, num_nextn_predict_layers=0,
+                        rms_norm_eps=1e-4,  # not of latent vectors
                         rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, mscale=1.0,
                                              mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
                                              original_max_position_embeddings=64)),

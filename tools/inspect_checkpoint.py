@@ -4,7 +4,9 @@
     python tools/inspect_checkpoint.py runs/mine/checkpoints/step_00000040 --tensors experts
     python tools/inspect_checkpoint.py models/qwen3 --checksums > a.txt  # equal lines: equal bits, in either format
 
-Only the index is read, --checksums apart.
+    python tools/inspect_checkpoint.py runs/mine --check                # are the files as they were written?
+
+Only the index is read, --checksums and --check apart.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import sys
 from pathlib import Path
 
 from megarl.checkpoint import inspect
+from megarl.checkpoint.convert import refuse_damaged
+from megarl.checkpoint.team import Team
 from megarl.errors import run_main
 
 
@@ -28,11 +32,18 @@ def main(argv: list[str]) -> None:
                         "name")
     parser.add_argument("--checksums", action="store_true", help="print a checksum of each weight by its Hugging Face "
                         "name, and nothing else")
+    parser.add_argument("--check", action="store_true", help="compare all files with the checksums that were noted "
+                        "when they were written")
     arguments = parser.parse_args(argv)
     path = inspect.newest(arguments.checkpoint)
     if arguments.checksums:
         for name, checksum in inspect.checksums(path):
             print(name, checksum)
+        return
+    if arguments.check:
+        count = refuse_damaged(path, Team())
+        print(f"{path}: " + ("no checksums were noted" if count is None else f"all {count} files are as they were "
+                             "written"))
         return
     summary, console = inspect.summarise(path), Console(soft_wrap=True, highlight=False)
     console.print(f"{path}: {summary.kind}")

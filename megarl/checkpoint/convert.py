@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint import shares, streams
+from megarl.checkpoint import files, shares, streams
 from megarl.checkpoint.megatron_dir import (
     BESIDE,
     MegatronDir,
     Place,
     common_state,
+    damaged,
     place,
     walk,
     whole_shape,
@@ -104,8 +105,41 @@ def to_megatron(source: Path, target: Path, team: Team, dtype: torch.dtype | Non
 
         written = team.gather(team.each(lambda: _told(write)))
         team.first(lambda: _told(end))
+        _sign(partial, team)
     return Converted(sum(1 for _ in tables.hf_tensors(hf)), len(checkpoint.beside(hf)),
                      sum(piece.box.bytes for piece in pieces))
+
+
+def _sign(folder: Path, team: Team) -> None:
+    """Note the checksums of a checkpoint's files, as a run does it."""
+    mine = sorted(path.name for path in folder.iterdir())[team.rank::team.size]
+    found = team.gather(team.each(lambda: _told(lambda: {name: files.digest(folder / name) for name in mine})))
+    team.first(lambda: _told(lambda: files.write_checksums(folder, {
+        name: value for part in found for name, value in part.items()})))
+
+
+def refuse_damaged(path: Path, team: Team) -> int | None:
+    """Compare a checkpoint's files with the checksums that were noted when it was written; collective over `team`.
+
+    Returns:
+        How many files there are; None if nothing was noted.
+
+    Raises:
+        UserMistake: names the first that differs.
+    """
+    if not (path / files.CHECKSUMS).is_file():
+        return None
+
+    def check() -> int:
+        try:
+            told = files.expected(path)
+        except (OSError, ValueError) as error:
+            raise damaged(path, f"{files.CHECKSUMS}: {error}") from None
+        if why := files.damage(path, sorted(told)[team.rank::team.size], told):
+            raise damaged(path, why)
+        return len(told)
+
+    return team.each(check)
 
 
 def _pieces(hf: HFConfig, checkpoint: SafetensorsDir, dtype: torch.dtype | None) -> Iterator[_Piece]:
@@ -179,8 +213,9 @@ def to_hf(source: Path, target: Path, team: Team, like: Path | None = None, dtyp
         slots, origins = _plan(checkpoint, origin, dtype)
         return origin, checkpoint.hf, origins, streams.plan_files([slots], shard_bytes)[0]
 
-    origin, hf, origins, files = team.each(check)
-    mine = [files[n] for n in shared_out([sum(slot.bytes for slot in slots) for _, slots in files], team)]
+    origin, hf, origins, planned = team.each(check)
+    refuse_damaged(source, team)
+    mine = [planned[n] for n in shared_out([sum(slot.bytes for slot in slots) for _, slots in planned], team)]
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for slot in (slot for _, slots in mine for slot in slots):
@@ -189,12 +224,12 @@ def to_hf(source: Path, target: Path, team: Team, like: Path | None = None, dtyp
 
     def end(partial: Path) -> None:
         _carry(origin, partial, dtype)
-        streams.write_index(partial, files)
+        streams.write_index(partial, planned)
 
     with _appearing(target, team) as partial:
         team.each(lambda: _told(lambda: streams.write_files(partial, mine, tensors())))
         team.first(lambda: _told(lambda: end(partial)))
-    slots, model = [slot for _, slots in files for slot in slots], sum(1 for _ in tables.hf_tensors(hf))
+    slots, model = [slot for _, slots in planned for slot in slots], sum(1 for _ in tables.hf_tensors(hf))
     return Converted(model, len(slots) - model, sum(slot.bytes for slot in slots))
 
 

@@ -53,8 +53,7 @@ def commit(partial: Path, final: Path, checksums: dict[str, tuple[int, str]]) ->
         partial, final: its name so far, and its name.
         checksums: of all files in it: name -> (bytes, digest).
     """
-    with open(partial / CHECKSUMS, "w", encoding="utf-8") as file:
-        json.dump(checksums, file, indent=0, sort_keys=True)
+    write_checksums(partial, checksums)
     for path in (*partial.iterdir(), partial):
         _flush(path)
     replaced = final.with_name(final.name.replace("step_", ".replaced_"))
@@ -63,6 +62,12 @@ def commit(partial: Path, final: Path, checksums: dict[str, tuple[int, str]]) ->
     os.rename(partial, final)
     _flush(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_checksums(directory: Path, checksums: dict[str, tuple[int, str]]) -> None:
+    """Note them."""
+    with open(directory / CHECKSUMS, "w", encoding="utf-8") as file:
+        json.dump(checksums, file, indent=0, sort_keys=True)
 
 
 def prune(directory: Path, keep: int, keep_every: int) -> None:

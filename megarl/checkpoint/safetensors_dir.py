@@ -16,7 +16,8 @@ from megarl.model.hf_config import HFConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".index.json", "metadata.json")
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".index.json", "metadata.json",
+                 "checksums.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

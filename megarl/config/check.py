@@ -251,6 +251,9 @@ def _layout(config: Config, layout: Layout, notes: list[str]) -> Iterator[UserMi
         if hf.kv_heads % layout.tensor and hf.latent is None:
             notes.append(f"parallel.tensor {layout.tensor} does not divide the model's {hf.kv_heads} key/value heads: "
                          f"they are padded to {padded_groups(hf.kv_heads, layout.tensor)}")
+        if hf.latent and config.model.implementation == "transformer_engine":
+            found.append(UserMistake("transformer_engine was not tried with latent attention", "model.implementation",
+                                     "use auto or local"))
         found.extend(_lengths(config, hf.max_positions))
         found.extend(moe.check(config, hf))
     yield from found

@@ -87,7 +87,8 @@ def test_other_files_come_along(folder: Path, tmp_path: Path) -> None:
     for place in (folder / "mg", tmp_path / "back"):
         for name in ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json", "config.json"):
             assert (place / name).read_bytes() == (folder / "hf" / name).read_bytes()
-    assert not list((tmp_path / "back").glob("*.distcp")) and not (tmp_path / "back/metadata.json").exists()
+    assert {path.suffix for path in (tmp_path / "back").iterdir()} == {".json", ".jinja", ".safetensors"}
+    assert not {"metadata.json", "checksums.json"} & {path.name for path in (tmp_path / "back").iterdir()}
 
 
 def test_dtype(tmp_path: Path) -> None:
@@ -220,14 +221,23 @@ def test_bad_checkpoints_leave_nothing(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "mg", "other"]
 
 
-def test_flipped_bits_of_a_stored_tensor_are_told(folder: Path, tmp_path: Path) -> None:
-    """What the format's own checks find: the archive of a tensor that has no beginning."""
+def test_a_flipped_bit_is_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the checksums of the files; without them, what the format itself finds is: a tensor without a beginning."""
     shutil.copytree(folder / "mg", tmp_path / "mg")
-    data = bytearray((tmp_path / "mg/__0_0.distcp").read_bytes())
+    whole = (tmp_path / "mg/__0_0.distcp").read_bytes()
+    data = bytearray(whole)
+    data[len(data) // 2] ^= 1
+    (tmp_path / "mg/__0_0.distcp").write_bytes(bytes(data))
+    refused(lambda: to_hf(tmp_path / "mg", tmp_path / "out", ALONE), "damaged: __0_0.distcp is not as it was written")
+    assert run("inspect_checkpoint", tmp_path / "mg", "--check") == 64
+    (tmp_path / "mg/checksums.json").unlink()
     data[len(data) // 2: len(data) // 2 + 6000] = b"x" * 6000
     (tmp_path / "mg/__0_0.distcp").write_bytes(bytes(data))
     refused(lambda: to_hf(tmp_path / "mg", tmp_path / "out", ALONE), "damaged: decoder")
     assert [path.name for path in tmp_path.iterdir()] == ["mg"]
+    capsys.readouterr()
+    for path, told in ((folder / "mg", "all 9 files are as they were written"), (folder / "hf", "no checksums")):
+        assert run("inspect_checkpoint", path, "--check") == 0 and told in capsys.readouterr().out
 
 
 def test_bad_targets_are_left_as_they_are(folder: Path, tmp_path: Path) -> None:
