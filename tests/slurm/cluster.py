@@ -124,6 +124,10 @@ class Cluster:
                  f"slurmd -D -N {node} -f {self.folder}/slurm.conf & while :; do sleep 3600 & wait $!; done"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
+    def is_off(self, node: str) -> bool:
+        """Whether its power was cut."""
+        return node not in self._inits
+
     def state(self, node: str) -> str:
         """idle, mixed, down* ..."""
         return self.call("sinfo", "-h", "-N", "-n", node, "-o", "%T").split()[0]
