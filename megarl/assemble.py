@@ -39,6 +39,7 @@ from megarl.rollout.external import ExternalEngines, address_towards
 from megarl.rollout.fleet import Fleet, beat_for_trainers, request_stop
 from megarl.rollout.generate import Generator
 from megarl.rollout.ledger import Announcements
+from megarl.rollout.records import forget_after
 from megarl.sync.publish import WeightPublisher
 from megarl.trainer import STOP, Sampling, Source, Trainer
 from megarl.update.policy import Policy
@@ -71,6 +72,7 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             report.say(f"changed since {newest.name}: {key} was {before}, is {now}")
         if partition.rank == 0:
             _prepare_directories(config, run_dir)
+            forget_after(run_dir, progress.step)
         meet = Meeting(control.store, partition.trainers)
         parts = Trainer(config, run_dir, control, groups, objective, policy, meet, checkpoints, report, progress,
                         tokenizer.pad_token_id or 0, newest)
