@@ -300,9 +300,12 @@ def _appearing(target: Path, team: Team) -> Iterator[Path]:
                               "name a directory that can be written") from None
 
     def end() -> None:
+        for path in (*partial.iterdir(), partial):
+            files.flush(path)
         if target.exists():
             target.rmdir()
         partial.rename(target)
+        files.flush(target.parent)
 
     team.first(begin)
     try:

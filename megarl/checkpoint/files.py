@@ -55,12 +55,12 @@ def commit(partial: Path, final: Path, checksums: dict[str, tuple[int, str]]) ->
     """
     write_checksums(partial, checksums)
     for path in (*partial.iterdir(), partial):
-        _flush(path)
+        flush(path)
     replaced = final.with_name(final.name.replace("step_", ".replaced_"))
     if final.exists():  # of a life that got as far; it stays until the new one can take its name
         os.rename(final, replaced)
     os.rename(partial, final)
-    _flush(final.parent)
+    flush(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -103,7 +103,8 @@ def damage(path: Path, names: Iterable[str], told: dict[str, tuple[int, str]]) -
     return ""
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file, or what names a directory has, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

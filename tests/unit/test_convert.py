@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoint import inspect
+from megarl.checkpoint import convert, inspect
 from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.megatron_dir import MegatronDir
 from megarl.checkpoint.streams import SafetensorsFile, Slot, plan_files
@@ -68,6 +68,23 @@ def test_there_and_back_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     assert done.tensors + done.beside == len(whole) and done.beside == 2 * (name in ("glm4_moe", "deepseek_v3"))
     to_hf(tmp_path / "mg", tmp_path / "back", ALONE, shard_bytes=30_000)
     assert same(tensors(tmp_path / "back"), whole)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_names_of_transformer_engine_are_read_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with its layers saves fused norms and grouped experts under other names."""
+    models.save_hf_model(name, tmp_path / "hf")
+    local = convert.tables.table
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.tables, "table", lambda hf: local(hf, "transformer_engine"))
+        to_megatron(tmp_path / "hf", tmp_path / "mg", ALONE)
+    checkpoint = MegatronDir(tmp_path / "mg", HFConfig.read(tmp_path / "hf"))
+    assert checkpoint.implementation == "transformer_engine"
+    names = {f"{layer}{'linear_kv_up_proj' if name == 'deepseek_v3' else 'linear_qkv'}.layer_norm_weight"
+             for layer in ("decoder.layers.self_attention.", "decoder.layers.0.self_attention.")}
+    assert names & checkpoint.tensors.keys() and not any("{" in key for key in checkpoint.tensors)
+    to_hf(tmp_path / "mg", tmp_path / "back", ALONE)
+    assert same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
 
 
 def test_transformers_reads_what_comes_out(folder: Path, tmp_path: Path) -> None:
