@@ -25,7 +25,8 @@ from megarl.errors import UserMistake
 FORMAT = 1
 CONFIG = "config.json"
 _NAME = re.compile(r"step_(\d+)\.part(\d+)of(\d+)\.safetensors")
-_SAMPLED = ("model", "data", "rollout", "reward")  # sections of the config that samples depend on
+_SAMPLED = ("model.path", "data.", "reward.terms", "environments", "rollout.temperature", "rollout.samples_per_prompt",
+            "rollout.max_response_tokens", "rollout.stop", "rollout.max_lag")  # keys that samples depend on
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def differences(folder: Path | str, config: dict[str, Any]) -> dict[str, tuple[A
                           "name the directory that debug.dump_experience had") from None
     except (OSError, ValueError) as error:
         raise UserMistake(f"it cannot be read: {error}", str(path), "copy it again") from None
-    before, now = (_flat({name: one.get(name) for name in _SAMPLED}) for one in (sampled, config))
+    before, now = ({key: value for key, value in _flat(one).items() if key.startswith(_SAMPLED)}
+                   for one in (sampled, config))
     return {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
 
 

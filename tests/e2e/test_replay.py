@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from good_config import good_tree, write_files
-from test_train import launch_tree
+from test_train import launch_tree, start_tree
 
 from megarl.data.dump import read_parts
 
@@ -53,15 +53,36 @@ def test_replay_without_engines_equals_the_run_to_the_bit(folder: Path):
     assert again == whole
 
 
+def test_lags_are_those_of_the_samples(folder: Path):
+    """Version 1 trains in step 2; its samples say which version made each token."""
+    versions = read_parts(folder / "experience", 2, 0, 1)[0].samples.versions
+    told = metrics(folder, "whole")[1]
+    assert set(versions) <= {0, 1} and 0 in versions
+    assert told["lag/mean"] == told["lag/1/share"] == pytest.approx((versions == 0).mean())
+    assert told["lag/0/share"] == pytest.approx((versions == 1).mean())
+    assert ("lag/0/gap" in told) == (1 in versions) == ("lag/0/is_weight" in told)
+
+
 def test_replay_on_another_layout_equals_it_to_rounding(folder: Path):
     """Two trainers that share the experts and the data train on what one has sampled."""
-    told = launch_tree(folder, tree(folder, "two", 2, replay_experience=str(folder / "experience"))
-                       | {"rollout": {"samples_per_prompt": 4, "max_response_tokens": 8, "slots": 32, "max_lag": 1}})
-    assert "was sampled with rollout.slots 16, now it is 32" in told and "nothing is evaluated" in told
+    told = launch_tree(folder, tree(folder, "two", 2, replay_experience=str(folder / "experience")),
+                       "data.shuffle=false", "objective.gap_alarm.threshold=1e-12")
+    assert "was sampled with data.shuffle True, now it is False" in told and "nothing is evaluated" in told
+    assert "warning: step 1: engine and trainer disagree: mean |log-prob gap|" in told
     for two, whole in zip(metrics(folder, "two"), metrics(folder, "whole"), strict=True):
-        for name in ("policy/loss", "optim/grad_norm", "policy/entropy", "engine/gap_mean", "reward/mean", "lag/mean",
-                     "moe/balance_loss"):
+        assert {name for name in two if name.startswith("lag/")} == {name for name in whole if name.startswith("lag/")}
+        for name in ("policy/loss", "optim/grad_norm", "policy/entropy", "engine/gap_mean", "reward/mean",
+                     "moe/balance_loss", *(name for name in whole if name.startswith("lag/"))):
             assert two[name] == pytest.approx(whole[name], rel=2e-4, abs=2e-6), name
+
+
+def test_the_alarm_ends_a_run_before_it_learns(folder: Path):
+    process = start_tree(folder, tree(folder, "alarmed", replay_experience=str(folder / "experience")),
+                         "objective.gap_alarm={threshold: 1e-12, action: stop}")
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode == 64
+    assert "objective.gap_alarm: step 1: engine and trainer disagree" in told and "likely causes" in told.lower()
+    assert not metrics(folder, "alarmed") and not list((folder / "alarmed" / "checkpoints").glob("step_*"))
 
 
 def test_sampling_alone(folder: Path):

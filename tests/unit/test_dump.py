@@ -100,11 +100,11 @@ def test_arrays_that_do_not_fit_together_are_refused(tmp_path: Path):
 
 
 def test_settings_that_samples_depend_on(tmp_path: Path):
-    config = {"model": {"path": "a"}, "rollout": {"temperature": 1.0, "stop": ["x"]}, "optim": {"lr": 1e-6},
+    config = {"model": {"path": "a"}, "rollout": {"temperature": 1.0, "stop": ["x"], "slots": 8}, "optim": {"lr": 1e-6},
               "data": {}, "reward": {"terms": [{"name": "exact"}]}}
     write_config(tmp_path, config)
     assert differences(tmp_path, json.loads(json.dumps(config))) == {}
-    other = config | {"rollout": {"temperature": 0.7, "stop": ["x"]}, "optim": {"lr": 1.0}}
+    other = config | {"rollout": {"temperature": 0.7, "stop": ["x"], "slots": 9}, "optim": {"lr": 1.0}}
     assert differences(tmp_path, other) == {"rollout.temperature": (1.0, 0.7)}
     with pytest.raises(UserMistake, match=r"config\.json: no such file"):
         differences(tmp_path / "nowhere", config)
