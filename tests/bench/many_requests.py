@@ -118,18 +118,20 @@ def draw(found: dict[str, Taken], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, name, title in ((axes[0], "gaps", "from one group to the next"),
                               (axes[1], "answers", "from being queued to being there")):
         for label, taken in found.items():
-            values = np.sort(getattr(taken, name))
-            axis.plot(np.maximum(values, 1e-5), 1 - np.arange(len(values)) / len(values), label=label)
+            values = getattr(taken, name)
+            longer = np.geomspace(1, 1 / len(values), 150)  # share of groups
+            axis.plot(np.maximum(np.quantile(values, 1 - longer), 1e-5), longer, label=label)
         axis.set(xscale="log", yscale="log", xlabel="seconds", ylabel="share of groups that wait longer", title=title)
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
