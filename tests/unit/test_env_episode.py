@@ -13,7 +13,7 @@ from conversations import PROMPT, WIDE, Companion, Speaker, check_tokens
 from megarl.config.schema import EnvironmentConfig
 from megarl.data.sample import sample_seed
 from megarl.errors import MachineFault
-from megarl.rollout.environments.episode import EnginesFailed, Episode, Limits, Piece
+from megarl.rollout.environments.episode import RECENT, EnginesFailed, Episode, Limits, Piece
 from megarl.rollout.environments.load import Bound
 from megarl.rollout.environments.play import Client, play
 from megarl.rollout.environments.protocol import NoRoom, Task
@@ -94,6 +94,24 @@ def test_a_branch_is_a_sample_of_its_own() -> None:
         start = len(left.prompt.token_ids)
         assert right.prompt.token_ids[start:start + len(said)].tolist() == said  # as sampled, though it is context
         assert right.trained is None and (left.n, right.n, left.part, right.part) == (3, 3, 0, 1)
+
+    asyncio.run(run())
+
+
+def test_a_long_episode_does_not_keep_everything() -> None:
+    """A branch from far back is rendered anew; the ends of all conversations stay known."""
+    async def run() -> None:
+        asked = Asked([f"reply {number}" for number in range(30)])
+        first, other = await asked.ask(USER), await asked.ask([{"role": "user", "content": "another one"}])
+        messages = [*USER]
+        last = first
+        for _ in range(20):
+            messages += [last.message, {"role": "user", "content": "go"}]
+            last = await asked.ask(messages)
+        assert len(asked.episode._nodes) <= RECENT + 2
+        await asked.ask([*USER, first.message, {"role": "user", "content": "back"}])
+        await asked.ask([{"role": "user", "content": "another one"}, other.message, {"role": "user", "content": "go"}])
+        assert check_tokens(asked.episode, asked.speaker) == 3
 
     asyncio.run(run())
 

@@ -98,6 +98,14 @@ def test_sources_and_their_environments() -> None:
     assert len(lines(config_of([CALC, CALC], [{}]))) == 2
 
 
+def test_the_embedded_engine_keeps_turns_where_there_are_environments() -> None:
+    from megarl.rollout.process import engine_command
+
+    with_one, without = (engine_command(config_of(environments, [{}]), 0, 0, "h", 1, "v")
+                         for environments in ([CALC], []))
+    assert with_one[with_one.index("--prefix-tokens") + 1] == "16384" and "--prefix-tokens" not in without
+
+
 @pytest.mark.parametrize("more, key", [
     ({"objective": {"std_over": "task"}}, "std_over: group"),
     ({"objective": {"kl": {"coefficient": 0.1, "place": "reward"}}}, "kl.place: loss"),

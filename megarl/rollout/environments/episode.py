@@ -24,6 +24,8 @@ from megarl.rollout.environments.chat import Chat, Message, Rendered, Said
 from megarl.rollout.environments.protocol import Action, NoRoom
 from megarl.rollout.protocol import Completion
 
+RECENT = 8  # conversations that were gone on from already and are kept: a branch from further back begins anew
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -272,6 +274,7 @@ class Episode:
         said = self._chat.read(completion.response_ids, tools, key=sample_seed(self._seed, self._calls, 1))
         heard = [_heard(message) for message in (*messages, said.message)]
         self._nodes.append(_Node(heard, prompt, said, number))
+        self._nodes = [node for node in self._nodes[:-RECENT] if node.free] + self._nodes[-RECENT:]
         self.tool_calls += len(said.parsed.calls)
         self.tool_errors += len(said.parsed.errors)
         action = Action(said.text, said.parsed.content, said.parsed.calls, said.parsed.errors, completion.finish,
