@@ -149,7 +149,7 @@ def _pieces(hf: HFConfig, checkpoint: SafetensorsDir, dtype: torch.dtype | None)
     for entry, layer, expert in walk(tables.table(hf), hf):
         where, names = place(entry, layer, expert, stacked), [tensor.at(layer, expert) for tensor in entry.hf]
         for name in names:
-            wanted = checkpoint.dtype(name) if dtype is None or tables.is_buffer(entry) else dtype
+            wanted = _dtype(checkpoint, name, dtype)
             other, other_dtype = first.setdefault(where.key, (name, wanted))
             if wanted != other_dtype:
                 raise UserMistake(f"{name} is {wanted}, {other} is {other_dtype}, and they become one tensor",
@@ -159,8 +159,13 @@ def _pieces(hf: HFConfig, checkpoint: SafetensorsDir, dtype: torch.dtype | None)
         yield from _parameter(entry, names, checkpoint, hf, counts, where, first[where.key][1])
     for name in checkpoint.beside(hf):
         shape = checkpoint.shape(name)
-        box = Box(f"{BESIDE}{name}", shape, dtype or checkpoint.dtype(name), (0,) * len(shape), shape)
+        box = Box(f"{BESIDE}{name}", shape, _dtype(checkpoint, name, dtype), (0,) * len(shape), shape)
         yield _Piece(box, lambda name=name, shape=shape: checkpoint.read(name, shape))
+
+
+def _dtype(checkpoint: MegatronDir | SafetensorsDir, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """That a tensor is to have if `dtype` was asked for, or none was."""
+    return checkpoint.dtype(name) if dtype is None or tables.is_buffer(name) else dtype
 
 
 def _parameter(entry: Entry, names: list[str], checkpoint: SafetensorsDir, hf: HFConfig, counts: tuple[int, ...],
@@ -251,17 +256,12 @@ def _plan(checkpoint: MegatronDir, origin: Path, dtype: torch.dtype | None) -> t
     """All tensors to be written, and where each is read."""
     hf, slots, origins = checkpoint.hf, [], {}
     model = SafetensorsDir(origin) if has_weights(origin) else None
-    buffers = {tensor.at(layer) for entry, layer, _ in walk(tables.table(hf), hf) if tables.is_buffer(entry)
-               for tensor in entry.hf}
+    told = model or (checkpoint if origin == checkpoint.path else None)  # who knows the dtypes
 
     def wanted(name: str) -> torch.dtype:
-        if dtype is not None and name not in buffers:
-            return dtype
-        if model is not None:
-            return model.dtype(name)
-        if origin == checkpoint.path or name in buffers:
-            return checkpoint.dtype(name)
-        return DTYPES.get(hf.dtype, torch.float32)
+        if told is None:  # a run's checkpoint, and a config without weights
+            return _dtype(checkpoint, name, dtype or DTYPES.get(hf.dtype, torch.float32))
+        return _dtype(told, name, dtype)
 
     for tensor in tables.hf_tensors(hf):
         slots.append(Slot(tensor.name, tensor.shape, wanted(tensor.name)))
@@ -269,7 +269,7 @@ def _plan(checkpoint: MegatronDir, origin: Path, dtype: torch.dtype | None) -> t
     for other, names in ((checkpoint, checkpoint.beside), (model, model.beside(hf) if model else [])):
         for name in names:
             if name not in origins:
-                slots.append(Slot(name, other.shape(name), dtype or other.dtype(name)))
+                slots.append(Slot(name, other.shape(name), _dtype(other, name, dtype)))
                 origins[name] = other
     return slots, origins
 

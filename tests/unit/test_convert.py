@@ -111,7 +111,9 @@ def test_other_files_come_along(folder: Path, tmp_path: Path) -> None:
 def test_dtype(tmp_path: Path) -> None:
     """Weights are rounded once, the router's bias is not, and the config says so."""
     models.save_hf_model("glm4_moe", tmp_path / "hf")
-    whole = tensors(tmp_path / "hf")
+    whole = tensors(tmp_path / "hf") | {"model.layers.4.eh_proj.weight": torch.randn(32, 64),
+                                        "model.layers.4.mlp.gate.e_score_correction_bias": torch.randn(8)}
+    save_file(whole, tmp_path / "hf/model.safetensors")
     wanted = {name: tensor if name.endswith("correction_bias") else tensor.to(torch.bfloat16)
               for name, tensor in whole.items()}
     to_megatron(tmp_path / "hf", tmp_path / "mg16", ALONE, torch.bfloat16)

@@ -56,6 +56,23 @@ def test_names_of_latent_attention_with_transformer_engine() -> None:
         "linear_proj.weight": "row"}
 
 
+def test_yarn_is_that_of_transformers() -> None:
+    """Frequencies of the published DeepSeek-V3, and of the tiny one, whose ramp lies within them."""
+    from test_hf_config import DEEPSEEK_V3
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    from megarl.model import rope
+
+    assert rope.softmax_factor(HFConfig.of(DEEPSEEK_V3)) == pytest.approx(1.8739, abs=1e-4)  # (0.1 ln 40 + 1)^2
+    for raw in (DEEPSEEK_V3, {**models.COMMON, **models.FAMILIES["deepseek_v3"]}):
+        wanted, scale = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**raw))
+        found = rope.inverse_frequencies(HFConfig.of(raw))
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+        plain = HFConfig.of(raw).rope_theta ** (-torch.arange(len(found)) / len(found))
+        assert scale == 1 and (found < 0.99 * plain).any() and (found > 0.99 * plain).any()
+
+
 def test_layers_behind_the_last_one_are_beside() -> None:
     for name in ("deepseek_v3", "glm4_moe"):
         hf = config_of(name)

@@ -124,9 +124,9 @@ def is_behind_the_layers(name: str, hf: HFConfig) -> bool:
     return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= hf.layers
 
 
-def is_buffer(entry: Entry) -> bool:
-    """Whether it is no parameter: nothing trains it, and it stays fp32 in a model of any dtype."""
-    return entry.megatron.endswith(".router.expert_bias")
+def is_buffer(name: str) -> bool:
+    """Whether a Hugging Face tensor is no parameter: no gradient trains it, and it is not rounded with the weights."""
+    return name.endswith(".e_score_correction_bias")
 
 
 # The parts that the Llama-like families share.
