@@ -25,6 +25,12 @@ def check(config: Config) -> Iterator[UserMistake]:
             yield mistake
         if entry.credit == "turn":
             yield from _credit(config, where)
+    own = {name for name, environment, _ in load.sources(config)} - {*load.scored_by_terms(config)}
+    for number, term in enumerate(config.reward.terms):
+        if term.source in own:
+            yield UserMistake(f"the environment of {term.source!r} gives its reward: this term would not be used",
+                              f"reward.terms.{number}.source",
+                              "set reward_terms: true in the environment, or remove the term")
     chosen: dict[str, str] = {}
     for name, environment, where in load.sources(config):
         if environment and environment not in names:

@@ -89,6 +89,8 @@ def test_sources_and_their_environments() -> None:
     assert scored_by_terms(config) == ["two"]
     both = config_of([{**CALC, "reward_terms": True}], [{"environment": "calc"}])
     assert scored_by_terms(both) == ["a"]
+    idle = config_of([CALC], [{"environment": "calc"}], reward={"terms": [{"name": "exact", "source": "a"}]})
+    assert "the environment of 'a' gives its reward" in lines(idle)[0] and len(lines(idle)) == 1
     (line,) = lines(config_of([CALC], [{"environment": "calk"}]))
     assert line == "data.sources.0.environment: there is no environment 'calk'; known are calc"
     with pytest.raises(UserMistake, match="there is no environment 'calk'"):
