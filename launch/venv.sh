@@ -17,6 +17,7 @@ make_venv() {
     shift 2
     for candidate in ${PYTHON:+"$PYTHON"} "$@"; do
         if "$candidate" -c "import sys; sys.exit($wrong)" 2>/dev/null; then
+            # shellcheck disable=SC2154 # who sources this sets it
             say "making $venv with $("$candidate" --version)"
             "$candidate" -m venv "$venv" || fail "$candidate -m venv failed; on Debian: apt-get install python3-venv"
             return

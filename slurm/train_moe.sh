@@ -21,6 +21,6 @@ fi
 # Slurm runs a copy of this script from elsewhere
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -f "$root/slurm/lib.sh" ] || root="${MEGARL_ROOT:-$SLURM_SUBMIT_DIR}"
-# shellcheck source=slurm/lib.sh
-source "$root/slurm/lib.sh"
+# shellcheck source=slurm/lives.sh
+source "$root/slurm/lives.sh"
 megarl_job "$@"

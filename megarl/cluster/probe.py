@@ -29,7 +29,8 @@ from megarl.cluster.preflight import SMI_FIELDS, Floors, Report
 from megarl.errors import MachineFault
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "flash-attn", "pydantic")
-DISK_MB, SYNC_S = 64, 60.0
+DISK_MB = 64
+FREE_S = 30.0
 GROUP_S = 60.0  # for a group to be made, and for one of its collectives
 
 
@@ -81,7 +82,7 @@ def examine(place: Place, folder: Path, floors: Floors, deadline_s: float) -> Ve
         if place.rank == 0:
             place = replace(place, port=store.port)
             store.set("canary", _write_canary(folder))
-        store.set(f"report/{place.rank}", json.dumps([place.name, asdict(_measure_node(folder, store))]))
+        store.set(f"report/{place.rank}", json.dumps([place.name, asdict(_measure_node(folder, store, floors))]))
         if place.rank == 0:
             store.set("present", json.dumps(_wait_for_reports(store, place.count, deadline_s)))
         present = json.loads(store.get("present"))  # all wait here, so all read their clocks at the same moment
@@ -156,8 +157,8 @@ def _leave(store: dist.Store, place: Place, present: Sequence[int]) -> None:
 # --- one node
 
 
-def _measure_node(folder: Path, store: dist.Store) -> Report:
-    problems = []
+def _measure_node(folder: Path, store: dist.Store, floors: Floors) -> Report:
+    problems, free = [], _device_free(floors.device_free)
     try:
         speeds = [_gemm(number) for number in range(_devices())]
     except (RuntimeError, torch.AcceleratorError) as error:
@@ -170,15 +171,25 @@ def _measure_node(folder: Path, store: dist.Store) -> Report:
     canary, deadline = store.get("canary").decode(), time.monotonic() + 10.0  # a file server's caches may be older
     while not (seen := _sees(folder, canary)) and time.monotonic() < deadline:
         time.sleep(0.5)
-    free = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
-    return Report(versions=_versions(), gemm=speeds, device_free=[have / total for have, total in free],
-                  memory_gb=_available_gb(Path("/proc/meminfo").read_text()), disk_mbps=disk_mbps, sees_folder=seen,
+    return Report(versions=_versions(), gemm=speeds, device_free=free, disk_mbps=disk_mbps, sees_folder=seen,
+                  memory_gb=_available_gb(Path("/proc/meminfo").read_text()),
                   problems=[*problems, *_hardware_problems()])
 
 
 def _devices() -> int:
     """GPUs of this node; without any, the CPU counts as one device."""
     return torch.cuda.device_count() or 1
+
+
+def _device_free(wanted: float) -> list[float]:
+    """The free part of each GPU's memory; waits a while for ranks of an earlier life that are still ending."""
+    deadline = time.monotonic() + FREE_S
+    while True:
+        found = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
+        free = [have / total for have, total in found]
+        if min(free, default=1.0) >= wanted or time.monotonic() > deadline:
+            return free
+        time.sleep(1.0)
 
 
 def _gemm(number: int) -> float:

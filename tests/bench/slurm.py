@@ -99,6 +99,14 @@ def batch_node(slurm: Cluster, job: Callable[..., Job]) -> str:
     return f"requeued after {time.monotonic() - begun:.0f} s"
 
 
+def hang(slurm: Cluster, job: Callable[..., Job]) -> str:
+    """A rank that sleeps in its first life (ranks that count instead of training)."""
+    one, begun = job(20, fake=True, FAKE="hang", HANG_S="30"), time.monotonic()
+    assert one.wait(180.0) == ("COMPLETED", "0:0", "0"), one.told()
+    assert "no sign of progress for 30 s" in one.told() and "starts after step 5" in one.told()
+    return f"HANG_S=30: ended and started again, complete after {time.monotonic() - begun:.0f} s"
+
+
 def mistake(slurm: Cluster, job: Callable[..., Job]) -> str:
     """A key that there is not."""
     one, begun = job(10, "optim.rate=1"), time.monotonic()
@@ -106,7 +114,7 @@ def mistake(slurm: Cluster, job: Callable[..., Job]) -> str:
     return f"ended with status 64 after {time.monotonic() - begun:.0f} s, not requeued"
 
 
-CASES = (mistake, trains, stops, rollout_processes, rollout_node, trainer_node, batch_node)
+CASES = (mistake, hang, trains, stops, rollout_processes, rollout_node, trainer_node, batch_node)
 
 
 def run(case: Callable[[Cluster, Callable[..., Job]], str], slurm: Cluster, files: Path, dead_s: str) -> str:
@@ -114,8 +122,8 @@ def run(case: Callable[[Cluster, Callable[..., Job]], str], slurm: Cluster, file
     jobs, folder = [], files / case.__name__
     folder.mkdir()
 
-    def submit(steps: int, *overrides: str, **environ: str) -> Job:
-        jobs.append(Job(slurm, files, folder, steps, *overrides, **{"DEAD_S": dead_s, **environ}))
+    def submit(steps: int, *overrides: str, fake: bool = False, **environ: str) -> Job:
+        jobs.append(Job(slurm, files, folder, steps, *overrides, fake=fake, **{"DEAD_S": dead_s, **environ}))
         return jobs[-1]
 
     found = case(slurm, submit)

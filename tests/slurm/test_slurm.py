@@ -75,12 +75,6 @@ def test_failing_launches_are_bounded(submit: Callable[..., Job]) -> None:
     assert "2 launches in a row have failed" in job.told() and f"life {job.number}.0.3" not in job.told()
 
 
-def test_a_hanging_run_starts_again(submit: Callable[..., Job]) -> None:
-    job = submit(20, FAKE="hang", HANG_S="30")
-    assert job.wait(120.0) == ("COMPLETED", "0:0", "0"), job.told()
-    assert "no sign of progress for 30 s" in job.told() and "starts after step 5" in job.told()
-
-
 def test_lost_nodes(slurm: Cluster, submit: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:
     """The rollout node's processes die: the trainers go on. A trainer node loses its power: on with the spare."""
     job = submit(1 << 30)
