@@ -113,6 +113,10 @@ class Proxy:
     async def _end(self) -> None:
         await self._runner.cleanup()
         await self._session.close()
+        hanging = asyncio.all_tasks() - {asyncio.current_task()}  # those that are silent
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
 
     def __enter__(self) -> Proxy:
         self._thread.start()
