@@ -130,14 +130,6 @@ reap() { # NAME
     return "$status"
 }
 
-# Waits for a step, ends it after the time; its status.
-wait_step() { # NAME SECONDS
-    local deadline=$((SECONDS + $2))
-    while is_running "$1" && [ "$SECONDS" -lt "$deadline" ]; do nap 0.2; done
-    cancel KILL 5 "$1"
-    reap "$1"
-}
-
 # Sends a signal to all tasks of a step. scancel waits for a lost node; nobody waits for scancel.
 signal_step() { # NAME SIGNAL
     local numbers

@@ -9,7 +9,7 @@
 #                    one node).   PREFLIGHT_ARGS: further arguments of tools/preflight.py
 #   RETRIES          launches in a row that may fail without a finished step between them (default 3)
 #   DEAD_S, HANG_S   a node is lost after so many seconds without a sign of life (60); a run hangs after so many
-#                    without progress, its start included (1800)
+#                    without progress, longer than any phase of a step (3600)
 #   STOP_S           seconds that the run has to save and end when it is asked to (540; --signal gives 600)
 
 # shellcheck source=slurm/lib.sh disable=SC2154 # who sources this sets root
@@ -56,7 +56,7 @@ measure() {
         --folder "$life_dir" --bad "$verdict" "${preflight_args[@]}"
     [ -z "${DRY:-}" ] || return 0
     wait_step preflight 600 || status=$?
-    [ -z "$end_asked" ] || return 0
+    [ -z "$stop_asked$end_asked" ] || return 0
     if [ -f "$verdict" ]; then
         while read -r node why; do mark_bad "$node" "$why"; done <"$verdict"
     else
@@ -70,6 +70,14 @@ measure() {
     for node in "${all[@]}"; do
         [ -n "${bad[$node]:-}" ] || healthy+=("$node")
     done
+}
+
+# Waits for a step, ends it after the time or when there is something else to do; its status.
+wait_step() { # NAME SECONDS
+    local deadline=$((SECONDS + $2))
+    while is_running "$1" && [ -z "$stop_asked$end_asked" ] && [ "$SECONDS" -lt "$deadline" ]; do nap 0.2; done
+    cancel KILL 5 "$1"
+    reap "$1"
 }
 
 # --- signs of life
@@ -191,7 +199,7 @@ replace_rollout() { # NUMBER STATUS CONFIG...
     local number="$1" node="${rollout_nodes[$1]}"
     say "rollout node $number ($node) ended with status $2; the trainers go on"
     rollout_deaths[number]=$((${rollout_deaths[number]:-0} + 1))
-    if [ -z "$(answering "$node")" ] && [ -z "$end_asked" ]; then
+    if [ -z "${bad[$node]:-}" ] && [ -z "$(answering "$node")" ] && [ -z "$end_asked" ]; then
         mark_bad "$node" "did not answer"
     elif [ "${rollout_deaths[number]}" -gt "$retries" ]; then
         mark_bad "$node" "its rollout ranks ended ${rollout_deaths[number]} times"
@@ -269,7 +277,7 @@ end_rollouts() {
 megarl_job() { # CONFIG...
     local need try=0 failures=0 before
     begin
-    dead_s="${DEAD_S:-60}" hang_s="${HANG_S:-1800}" retries="${RETRIES:-3}"
+    dead_s="${DEAD_S:-60}" hang_s="${HANG_S:-3600}" retries="${RETRIES:-3}"
     IFS=' ' read -r -a preflight_args <<<"${PREFLIGHT_ARGS:-}"
     plan "$@"
     first_step="$(read_step)"
@@ -297,7 +305,10 @@ megarl_job() { # CONFIG...
         case "$outcome" in
             'done') finish 0 "the run is complete" ;;
             mistake) finish $EXIT_MISTAKE "a mistake, which no other try would mend" ;;
-            stopped) again "stopped at step $(read_step)" ;;
+            stopped)
+                [ -n "$stop_asked" ] || finish 0 "stopped by $run_dir/STOP; the same command goes on"
+                again "stopped at step $(read_step)"
+                ;;
         esac
         failures=$((failures + 1))
         [ "$(read_step)" = "$before" ] || failures=1

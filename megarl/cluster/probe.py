@@ -30,6 +30,7 @@ from megarl.errors import MachineFault
 
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "flash-attn", "pydantic")
 DISK_MB = 64
+CANARY = ".preflight"  # a file in the run directory
 FREE_S = 30.0
 GROUP_S = 60.0  # for a group to be made, and for one of its collectives
 
@@ -87,6 +88,8 @@ def examine(place: Place, folder: Path, floors: Floors, deadline_s: float) -> Ve
             store.set("present", json.dumps(_wait_for_reports(store, place.count, deadline_s)))
         present = json.loads(store.get("present"))  # all wait here, so all read their clocks at the same moment
         store.set(f"clock/{place.rank}", str(time.time()))
+        if place.rank == 0:
+            (folder / CANARY).unlink(missing_ok=True)
         if place.rank not in present:
             raise MachineFault(f"{place.name} was not ready within {deadline_s:.0f} s")
         _measure_pairs(store, place, present)
@@ -226,13 +229,13 @@ def _disk(folder: Path) -> float:
 def _write_canary(folder: Path) -> str:
     token = secrets.token_hex(8)
     with suppress(OSError):  # told by `_disk`
-        (folder / ".preflight").write_text(token)
+        (folder / CANARY).write_text(token)
     return token
 
 
 def _sees(folder: Path, canary: str) -> bool:
     try:
-        return (folder / ".preflight").read_text() == canary
+        return (folder / CANARY).read_text() == canary
     except OSError:
         return False
 

@@ -82,4 +82,4 @@ def test_nodes_examine_each_other(tmp_path: Path) -> None:
     assert found["a"] == found["c"] == [] and found["d"] == ["no report in time"] and speed > 0
     clock, version = found["b"]
     assert clock.startswith("its clock is +60") and version.startswith("torch 1.0, others have ")
-    assert [path.name for path in tmp_path.iterdir() if "preflight-" in path.name] == []
+    assert [path.name for path in tmp_path.iterdir() if "preflight" in path.name] == []
