@@ -191,7 +191,6 @@ class Environments:
         """The leader's counters: those of single-turn groups, an episode counted as one sample, and our own."""
         counts["groups"] += 1
         counts["samples"] += sum(bool(one.samples) for one in played)
-        counts["dropped_episodes"] += sum(one.failed is not None for one in played)
         prefix = f"environment/{bound.config.name}"
         for one in played:
             episode, sampled = one.episode, sum(turn.end - turn.start for turn in one.episode.turns)
