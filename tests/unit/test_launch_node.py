@@ -108,6 +108,7 @@ def config(trainers: int, rollouts: int, **rollout: Any) -> Config:
     (config(16, 4, engines_per_rank=1, tp=2), 5, 8, ((8, 8), (4,), 2)),
     (config(128, 8, engines_per_rank=1, tp=8), 24, 8, ((8,) * 16, (1,) * 8, 0)),
     (config(8, 3, engines_per_rank=1, tp=4), 3, 8, ((8,), (2, 1), 0)),
+    (config(8, 3, engines_per_rank=1, tp=3), 3, 8, ((8,), (2, 1), 0)),  # two GPUs of a node stay idle
     (config(4, 4, engines_per_rank=1), 1, 8, ((8,), (), 0)),  # both partitions on one node
     (config(12, 2, engines_per_rank=1, tp=2), 2, 8, ((8, 6), (), 0)),
     (config(12, 2, engines_per_rank=1, tp=4), 3, 8, ((8, 5, 1), (), 0)),
