@@ -92,7 +92,7 @@ def summarise(path: Path) -> Summary:
              for key, one in tensors.items()]
     identity, progress = common.get("identity", {}), common.get("progress", {})
     facts = {"step": progress.get("step"), "updates": common.get("updates"), "position": progress.get("position"),
-             "model": _model(stored_model(path, common)), "layout": identity.get("layout"),
+             "model": _model(stored_model(path, common)), "layout": _layout(common.get("settings", {})),
              "ranks": common.get("world"), "objective": identity.get("objective"),
              "versions": _pairs(common.get("versions")), "converted from": common.get("converted_from"),
              "layers": "apart" if any(".layers.0." in key for key in tensors) else "stacked"}
@@ -145,6 +145,17 @@ def _part(key: str) -> str:
 def _model(hf: HFConfig) -> str:
     experts = f", {hf.experts} experts, {hf.top_k} per token" if hf.experts else ""
     return f"{hf.family}, {hf.layers} layers, hidden {hf.hidden}, vocabulary {hf.vocab}{experts}"
+
+
+def _layout(settings: dict[str, Any]) -> str | None:
+    """The degrees that a run's config asked for, and its schedule."""
+    parallel = settings.get("parallel")
+    if not parallel:
+        return None
+    degrees = " ".join(f"{name} {parallel[name]}" for name in ("tensor", "pipeline", "context", "expert",
+                                                               "expert_tensor") if parallel.get(name, 1) != 1)
+    schedule = f", {settings['pipeline']['schedule']}" if parallel.get("pipeline", 1) > 1 else ""
+    return (degrees or "data alone") + schedule
 
 
 def _pairs(found: Any) -> str | None:

@@ -392,6 +392,21 @@ def test_several_processes(folder: Path, tmp_path: Path) -> None:
     assert "".join(one.stderr for one in done).count("is there already") == 1
 
 
+def test_the_layout_of_a_run_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "mg", tmp_path / "mg")
+    common = torch.load(tmp_path / "mg/common.pt")
+    torch.save(common | {"progress": {"step": 7, "position": 70}, "updates": 14, "world": 8, "settings": {
+        "parallel": {"tensor": 2, "pipeline": 2, "context": 1, "expert": 2, "expert_tensor": 1},
+        "pipeline": {"schedule": "zb-v"}}}, tmp_path / "mg/common.pt")
+    facts = inspect.summarise(tmp_path / "mg").facts
+    assert facts["layout"] == "tensor 2 pipeline 2 expert 2, zb-v" and facts["ranks"] == "8" and facts["step"] == "7"
+    (tmp_path / "runs/mine/checkpoints").mkdir(parents=True)
+    for name in ("step_00000009", "step_00000010", "step_best", ".partial_00000011"):
+        (tmp_path / "runs/mine/checkpoints" / name).mkdir()
+    for path in (tmp_path / "runs/mine", tmp_path / "runs/mine/checkpoints"):
+        assert inspect.newest(path).name == "step_00000010"
+
+
 def test_summaries(folder: Path) -> None:
     summary = inspect.summarise(folder / "mg")
     uses, rows = inspect.sizes(summary)
