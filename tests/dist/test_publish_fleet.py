@@ -46,6 +46,12 @@ def kill_at(method: str, url: str) -> None:
     setattr(EngineClient, method, killing)
 
 
+def replaced(fleet: Any, old: Any) -> bool:
+    """Whether both engines are up, one of them in a new life."""
+    found = fleet.engines()
+    return len(found) == 2 and old.key not in [engine.key for engine in found]
+
+
 def killed(chunks: list[torch.nn.Module], publisher: Any, fleet: Any, way: str) -> dict[str, Any]:
     """One of two engines dies in the middle of the second publish, comes back, and catches up."""
     first, second = fleet.engines()
@@ -60,7 +66,7 @@ def killed(chunks: list[torch.nn.Module], publisher: Any, fleet: Any, way: str) 
              "lost": {engine.key: why for engine, why in report.lost.items()},
              "keys": [first.key, second.key], "synced": [engine.key for engine in fleet.synced_engines()]}
     setattr(EngineClient, method, real)
-    until(lambda: len(fleet.engines()) == 2 and fleet.engines()[1].key != second.key, "not started again", 60.0)
+    until(lambda: replaced(fleet, second), "not started again", 60.0)
     late = publisher.catch_up()
     assert publisher.catch_up() is None
     return found | {"late": [engine.key for engine in late.engines], "bytes": (report.bytes, late.bytes),

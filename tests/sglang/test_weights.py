@@ -65,6 +65,12 @@ def paused(publisher: Any, urls: list[str], mode: str) -> tuple[bool, list[dict[
         return report.caches_kept, [answer.result(120)["meta_info"] for answer in answers]
 
 
+def replaced(fleet: Any, old: Any) -> bool:
+    """Whether both engines are up, one of them in a new life."""
+    found = fleet.engines()
+    return len(found) == 2 and old.key not in [engine.key for engine in found]
+
+
 def killed(publisher: Any, fleet: Any, way: str) -> dict[str, Any]:
     """One of two engines ends after the other has begun to take the weights; it comes back and catches up."""
     first, second = fleet.engines()
@@ -79,7 +85,7 @@ def killed(publisher: Any, fleet: Any, way: str) -> dict[str, Any]:
     begun = time.monotonic()
     report = publisher.publish(f"{way}:3")
     seconds, publisher._crew.tell = time.monotonic() - begun, tell
-    until(lambda: len(fleet.engines()) == 2 and fleet.engines()[1].key != second.key, "not started again", START_S)
+    until(lambda: replaced(fleet, second), "not started again", START_S)
     late = publisher.catch_up()
     return {"engines": [engine.key for engine in report.engines], "seconds": seconds, "late": late.version,
             "lost": [engine.key for engine in report.lost], "keys": (first.key, second.key),
