@@ -105,7 +105,7 @@ class Dispatcher:
         self._need, self._steps, self._lag = config.data.prompts_per_step, config.run.steps, rollout.max_lag
         self._ahead = rollout.max_lag if rollout.ahead is None else rollout.ahead
         self._draws, self._joined, self._stops, self._saves = draws, joined, stops, saves
-        self._asked_at = float("-inf")
+        self._asked_at, self._opened = float("-inf"), -1
         self._silence_s = silence_s(config)
         self._book = Book(store)
         self._pending = {number: Pending(number, issued, finished) for finished, (number, issued) in
@@ -117,6 +117,7 @@ class Dispatcher:
     def open(self, step: int, version: str) -> None:
         """Let `step`, the next to train, and what may be ahead of it be sampled by the weights `version`."""
         self._read()
+        self._opened = step
         self._book.set_version(version, step)
         self._book.set_limit(self._gone + window(self._need, self._ahead, step, self._steps) - self._held())
 
@@ -131,7 +132,7 @@ class Dispatcher:
         """Announce what the trainers do next for `step`, as soon as that can be said.
 
         Args:
-            step: the next to train; `open` was called for it.
+            step: the next to train; `open` may be called for it meanwhile.
             alive: called again and again; raises what ends the run.
         Raises:
             MachineFault: nothing has happened to the groups under way for longer than one of them can take.
@@ -143,7 +144,7 @@ class Dispatcher:
             if request := self._request():
                 return self._book.announce(asdict(request))
             if news:
-                closed = self._gone + len(self._pending) - self._held() >= self._book.limit
+                closed = self._opened == step and self._gone + len(self._pending) - self._held() >= self._book.limit
                 choice = choose(self._pending.values(), self._need, step, self._lag, closed=closed)
             if choice.numbers is not None:
                 return self._take(choice.numbers, waited)

@@ -18,7 +18,7 @@ from megarl.data.sample import version_number
 STEPS, PROMPTS, SAMPLES, LAG = 6, 8, 16, 2
 
 
-def tree(folder: Path, run: str, on_update: str) -> dict[str, Any]:
+def tree(folder: Path, run: str, on_update: str, overlap: bool = False) -> dict[str, Any]:
     """Answers of 1 to 48 tokens, in so few slots that publishes find them half done."""
     tree = good_tree(folder)
     tree["run"] = {"dir": str(folder / run), "steps": STEPS, "seed": 5}
@@ -28,6 +28,7 @@ def tree(folder: Path, run: str, on_update: str) -> dict[str, Any]:
     tree["reward"] = {"terms": [{"name": "length", "options": {"soft": 8, "hard": 48}}], "workers": 1}
     tree["batch"] = {"minibatches": 2, "max_tokens": 1024}
     tree["optim"] = {"lr": 3e-3, "warmup_steps": 2}
+    tree["sync"] = {"overlap": overlap}
     tree["checkpoint"] = {"every": 2, "keep": 3, "export": False}
     tree["observe"], tree["eval"] = {"rollouts": 1}, {"before_start": False}
     return tree
@@ -49,10 +50,10 @@ def check(found: list[dict[str, Any]]) -> None:
         assert numbers == sorted(set(numbers)) and line["step"] - 1 - LAG <= numbers[0] <= numbers[-1] < line["step"]
 
 
-@pytest.mark.parametrize("on_update", ["retract", "abort"])
-def test_nothing_is_lost_old_or_trained_twice_also_over_a_resume(tmp_path: Path, on_update: str):
+@pytest.mark.parametrize("on_update, overlap", [("retract", True), ("abort", False)])
+def test_nothing_is_lost_old_or_trained_twice_also_over_a_resume(tmp_path: Path, on_update: str, overlap: bool):
     write_files(tmp_path)
-    launch_tree(tmp_path, tree(tmp_path, "run", on_update))
+    launch_tree(tmp_path, tree(tmp_path, "run", on_update, overlap))
     found, steps = samples(tmp_path, "run"), metrics(tmp_path, "run")
     check(found)
     assert sum(len(line["versions"]) > 1 for line in found) > 2  # new weights came in the middle of an answer
@@ -66,7 +67,7 @@ def test_nothing_is_lost_old_or_trained_twice_also_over_a_resume(tmp_path: Path,
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")  # as if killed in the last steps
     for path in (tmp_path / "run" / "rollouts").glob("step_000[56].*"):
         path.unlink()
-    assert "step 6/6" in launch_tree(tmp_path, tree(tmp_path, "run", on_update))
+    assert "step 6/6" in launch_tree(tmp_path, tree(tmp_path, "run", on_update, overlap))
     check(samples(tmp_path, "run"))
 
 
