@@ -211,14 +211,15 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: int, subnet: str = "10.79.8", silence_s: int = 10) -> Iterator[Cluster]:
+def cluster(folder: Path, nodes: int, subnet: str = "", silence_s: int = 10) -> Iterator[Cluster]:
     """A cluster of so many nodes, all idle.
 
     Args:
         folder: empty; for its configuration, state and logs.
-        subnet: the first three numbers of a /24 that nobody uses here.
+        subnet: the first three numbers of a /24 that nobody uses here; by default by this process's number.
         silence_s: SlurmdTimeout, after which slurmctld gives up a node that does not answer (clusters have 300).
     """
+    subnet = subnet or f"10.{80 + os.getpid() % 40}.{os.getpid() // 40 % 250}"
     made = Cluster(folder, nodes, subnet, silence_s)
     with ExitStack() as stack:
         made._start(stack)

@@ -39,7 +39,7 @@ class Job:
         tree["checkpoint"] = {"every": 2, "keep": 2, "export": True}
         tree["eval"] = {"every": 0}
         tree["rollout"] |= {"no_engine_timeout_s": 60.0}
-        tree["cluster"] |= {"lease_timeout_s": 8.0, "timeout_s": 60.0}
+        tree["cluster"] |= {"lease_timeout_s": 20.0, "timeout_s": 60.0}
         self.slurm, self.run, self.output, self.fake = slurm, folder / "run", folder / "out", fake
         config = write_tree(folder, tree)
         settings = {"MEGARL_ROOT": str(ROOT), "MEGARL_VENV": sys.prefix, "OMP_NUM_THREADS": "1", "GPUS_PER_NODE": "1",
