@@ -112,7 +112,8 @@ def to_megatron(source: Path, target: Path, team: Team, dtype: torch.dtype | Non
 
 def _sign(folder: Path, team: Team) -> None:
     """Note the checksums of a checkpoint's files, as a run does it."""
-    mine = sorted(path.name for path in folder.iterdir())[team.rank::team.size]
+    names = team.gather(sorted(path.name for path in folder.iterdir()))[0]  # others may see the directory late
+    mine = names[team.rank::team.size]
     found = team.gather(team.each(lambda: _told(lambda: {name: files.digest(folder / name) for name in mine})))
     team.first(lambda: _told(lambda: files.write_checksums(folder, {
         name: value for part in found for name, value in part.items()})))
