@@ -68,6 +68,30 @@ def test_a_mistake_ends_the_job_at_once(submit: Callable[..., Job], override: st
     assert job.run.exists() == ("some.key" in told)
 
 
+PREFLIGHT = """
+import os, sys, time
+if os.environ["NODE_RANK"] == "0":
+    assert sys.argv[-2:] == ["--disk-mbps", "7"]
+    open(sys.argv[sys.argv.index("--bad") + 1], "w").write("n2 is slow; very\\n")
+    sys.exit(75)
+time.sleep(60)
+"""
+
+
+def test_bad_nodes_are_left_out(submit: Callable[..., Job], tmp_path: Path) -> None:
+    """What the preflight (here a stand-in) finds fault with is listed, and its place taken by the spare."""
+    root = tmp_path / "root"
+    (root / "tools").mkdir(parents=True)
+    (root / "tools" / "preflight.py").write_text(PREFLIGHT)
+    for name in ("slurm", "launch", "megarl"):
+        (root / name).symlink_to(ROOT / name)
+    job = submit(5, MEGARL_ROOT=str(root), PREFLIGHT="full", PREFLIGHT_ARGS="--disk-mbps 7")
+    assert job.wait(90.0) == ("COMPLETED", "0:0", "0"), job.told()
+    assert "trainers on n1 n3; rollout ranks on n4; spare: none" in job.told()
+    listed = (job.run / "bad_nodes").read_text()
+    assert re.fullmatch(rf"[-\d]+ [:\d]+ job {job.number} node n2: is slow; very\n", listed)
+
+
 def test_failing_launches_are_bounded(submit: Callable[..., Job]) -> None:
     """A rank that dies early in each life: RETRIES launches more, then the end, which is no mistake's."""
     job = submit(60, FAKE="bug", RETRIES="1")
