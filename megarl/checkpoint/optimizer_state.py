@@ -1,9 +1,9 @@
 """The optimizer's state by parameter: fp32 master and both moments, under the parameter's name in the whole model.
 
-Megarl writes these itself instead of Megatron-core's form of them, which is bound to the number of its chained
-optimizers (one without expert parallelism, two with it) and to which parameters each buffer holds: keyed by parameter,
-a state fits every layout. Each data-parallel rank has a piece of a parameter's state; the pieces are put together on one of
-them, in turn for the parameters, so every rank keeps and writes about its share of the whole.
+Megarl writes these itself. Megatron-core's form of them is bound to the number of its chained optimizers (one without
+expert parallelism, two with it) and to which parameters each buffer holds; keyed by parameter, a state fits every
+layout. Each data-parallel rank has a piece of a parameter's state; the pieces are put together on one of them, in turn
+for the parameters, so every rank keeps and writes about its share of the whole.
 """
 
 from __future__ import annotations

@@ -73,10 +73,12 @@ class SampleBatch:
                 raise ValueError(f"{name} has {len(getattr(self, name))} rows, position {len(self.position)}")
         if len(self) and (self.prompt_lengths.min() < 1 or self.response_lengths.min() < 0):
             raise ValueError("a prompt needs at least one token, a response at least none")
-        if len(self.tokens) != self.lengths.sum() or not (
-                len(self.logprobs) == len(self.versions) == len(self.advantages) == self.response_lengths.sum()):
+        answers = int(self.response_lengths.sum())
+        if len(self.tokens) != self.lengths.sum() or any(
+                len(one) != answers for one in (self.logprobs, self.versions, self.advantages)):
             raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions "
-                             f"and {len(self.advantages)} advantages for lengths that sum to {self.lengths.sum()} and {self.response_lengths.sum()}")
+                             f"and {len(self.advantages)} advantages for lengths that sum to {self.lengths.sum()} and "
+                             f"{answers}")
 
         if self.experts is not None and len(self.experts) != len(self.tokens):
             raise ValueError(f"{len(self.experts)} rows of experts for {len(self.tokens)} tokens")

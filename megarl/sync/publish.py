@@ -32,7 +32,6 @@ from megarl.sync.crew import Crew, Targets
 from megarl.sync.sets import EngineSet, assign
 from megarl.sync.transport import Sent, Tensors
 
-ATTEMPTS = 2  # at publishing, where no engine took the weights
 IDLE_POLL_S = 0.05
 
 Pause = Literal["retract", "in_place", "abort", "finish"]
@@ -102,7 +101,8 @@ class WeightPublisher:
                 the engines first get through what they have (whoever asks them should hold back new requests),
                 for `rollout.request_timeout_s` at most.
         Raises:
-            MachineFault: on every trainer: no engine is up, or none took the weights; what failed is named.
+            MachineFault: on every trainer: no engine took the weights in rollout.no_engine_timeout_s; what failed is
+                named.
         """
         self.start(version, pause)
         return self.finish()
@@ -160,8 +160,8 @@ class WeightPublisher:
     def _publish(self, version: str, tensors: Tensors, pause: Pause) -> PublishReport:
         begun, lost = time.monotonic(), {}
         self._version, self._sums, self._digest = version, {}, ""
-        for _ in range(ATTEMPTS):
-            engines, held = self._crew.from_zero(self._crew.together(self._wait_for_engines))
+        while True:
+            engines, held = self._crew.from_zero(self._crew.together(lambda: self._wait_for_engines(begun)))
             if not engines:
                 break
             sets = self._new_sets(self._sets, engines)
@@ -174,11 +174,8 @@ class WeightPublisher:
             self._settle(targets)
             if targets.sets:
                 return self._report(targets.engines, sent, begun, paused_s, pause, lost)
-        reasons = list(dict.fromkeys(lost.values()))
-        if not engines:
-            reasons.insert(0, f"no engine has been up for {self._config.rollout.no_engine_timeout_s:.0f} s to publish "
-                              "weights to")
-        raise MachineFault("; ".join(reasons))
+        told = f"no engine has been up for {self._config.rollout.no_engine_timeout_s:.0f} s to publish weights to"
+        raise MachineFault("; ".join([told, *dict.fromkeys(lost.values())]))
 
     def _update(self, version: str, targets: Targets, tensors: Tensors, pause: Pause) -> tuple[Sent, float]:
         """(what was sent, seconds of the pause); what failed is noted in `targets`."""
@@ -246,9 +243,14 @@ class WeightPublisher:
         self._next_set = max([self._next_set, *(one.number + 1 for one in sets)])
         return sets
 
-    def _wait_for_engines(self) -> Found:
-        """On trainer 0: engines that answer, and the weights they hold; waits for one that is starting again."""
-        deadline = time.monotonic() + self._config.rollout.no_engine_timeout_s
+    def _wait_for_engines(self, begun: float) -> Found:
+        """On trainer 0: engines that answer, and the weights they hold; waits for one that is starting again.
+
+        None if it is too long since `begun` for another attempt: engines that come up and fail are no reason to go on.
+        """
+        deadline = begun + self._config.rollout.no_engine_timeout_s
+        if time.monotonic() > deadline:
+            return [], {}
         while not (found := self._answering(lambda _: True))[0] and self._fleet and time.monotonic() < deadline:
             time.sleep(0.1)
         return found

@@ -31,11 +31,11 @@ def main() -> None:
     from megarl.cluster import device
 
     device.prepare("cpu", 0)
+    import models
     import torch
     import torch.distributed as dist
     import transformers
 
-    import models
     from megarl.checkpoint.hf_import import load_hf
     from megarl.checkpoint.state import Checkpoints, Progress
     from megarl.cluster.groups import make_groups
