@@ -38,7 +38,7 @@ class Job:
         tree["run"] = {"dir": str(folder / "run"), "steps": steps}
         tree["checkpoint"] = {"every": 2, "keep": 2, "export": True}
         tree["eval"] = {"every": 0, "before_start": False}
-        tree["rollout"] |= {"no_engine_timeout_s": 60.0}
+        tree["rollout"] |= {"no_engine_timeout_s": 60.0, "request_timeout_s": 20.0}
         tree["cluster"] |= {"lease_timeout_s": 20.0, "timeout_s": 60.0}
         self.slurm, self.run, self.output, self.fake = slurm, folder / "run", folder / "out", fake
         config = write_tree(folder, tree)
