@@ -16,7 +16,8 @@ LENGTHS = ([5, 9, 3], [14], [2, 2, 6, 4], [11, 7], [1, 8], [16], [3, 3], [10], [
 TOTAL = sum(map(sum, LENGTHS))
 MODELS = {"dense": ("qwen2", {"num_hidden_layers": 8}), "tied": ("qwen3", {"num_hidden_layers": 8}),
           "moe": ("qwen3_moe", {"num_hidden_layers": 8}), "tied moe": (
-              "qwen3_moe", {"num_hidden_layers": 9, "tie_word_embeddings": True})}
+              "qwen3_moe", {"num_hidden_layers": 9, "tie_word_embeddings": True}),
+          "latent": ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 0})}
 PLACEMENTS = {"gpipe": ("looped", 1), "1f1b": ("looped", 1), "zb-h1": ("looped", 1), "interleaved": ("looped", 2),
               "zb-v": ("v", 2), "dualpipev": ("v", 2), "dualpipe": ("mirrored", 2)}
 
@@ -38,6 +39,8 @@ def cases() -> dict[str, tuple[Layout, str, str]]:
     for schedule in ("dualpipev", "dualpipe"):
         layout, _, model = found[f"{schedule} PP2 EP2 moe"]
         found[f"{schedule} PP2 EP2 moe{PLANNED}"] = layout, schedule, model
+    cut = Layout(4, pipeline=2, tensor=2, sequence=True, placement="v", chunks=2)
+    found["zb-v PP2 TP2 latent"] = cut, "zb-v", "latent"
     found["dualpipev PP2 DP2 tied"] = Layout(4, pipeline=2, placement="v", chunks=2), "dualpipev", "tied"
     return found
 
