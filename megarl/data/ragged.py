@@ -76,8 +76,8 @@ class SampleBatch:
         answers = int(self.response_lengths.sum())
         if len(self.tokens) != self.lengths.sum() or any(
                 len(one) != answers for one in (self.logprobs, self.versions, self.advantages)):
-            raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions "
-                             f"and {len(self.advantages)} advantages for lengths that sum to {self.lengths.sum()} and "
+            raise ValueError(f"{len(self.tokens)} tokens, {len(self.logprobs)} log-probs, {len(self.versions)} versions"
+                             f" and {len(self.advantages)} advantages for lengths that sum to {self.lengths.sum()} and "
                              f"{answers}")
 
         if self.experts is not None and len(self.experts) != len(self.tokens):
