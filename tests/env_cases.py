@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 from chat_templates import TOOLS
@@ -23,6 +24,8 @@ class Count:
             self.finish = self._finish
             self._last = finish
         EVENTS.append("made")
+        if fault == "made":
+            raise ValueError("no such option")
         self._number = EVENTS.count("made")
 
     async def reset(self, task: Task) -> str | None:
@@ -35,6 +38,13 @@ class Count:
         faulty = self._done == 1 and self._number <= self._times
         if faulty and self._fault == "raise":
             raise KeyError("the tool broke")
+        if faulty and self._fault == "exit":
+            sys.exit("out of luck")
+        if faulty and self._fault == "cancel":
+            raise asyncio.CancelledError
+        if faulty and self._fault == "cancel_self":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
         if faulty and self._fault == "hang":
             await asyncio.sleep(3600)
         if faulty and self._fault == "stubborn":

@@ -98,7 +98,9 @@ def test_rewards_of_turns_are_summed() -> None:
 @pytest.mark.parametrize("fault, kind, told", [
     ("raise", "error", "KeyError: 'the tool broke'"), ("reset", "error", "ValueError: no such world"),
     ("nan", "error", "a reward is nan"), ("shape", "error", "not (observation, reward, done)"),
-    ("message", "error", "is not a chat message with a role"),
+    ("message", "error", "is not a chat message with a role"), ("exit", "error", "SystemExit: out of luck"),
+    ("made", "error", "ValueError: no such option"), ("cancel", "error", "its code was cancelled"),
+    ("cancel_self", "error", "its code was cancelled"),
     ("hang", "timeout", "no end within 0.3 s, after 1 turns")])
 def test_failures_are_counted_and_never_scored(fault: str, kind: str, told: str) -> None:
     config = config_of("env_cases:Count", {"fault": fault}, retries=1, timeout_s=0.3)
@@ -106,9 +108,9 @@ def test_failures_are_counted_and_never_scored(fault: str, kind: str, told: str)
     assert (report.samples, report.failed, report.dropped) == (2, 2, 2)
     assert report.failures == {("environment talk", kind): 2}
     assert told in report.describe() and "episode p5/0.1" in report.describe()
-    assert [sample.reward for sample in group.samples] == [None] * (0 if fault == "reset" else 2)
+    assert [sample.reward for sample in group.samples] == [None] * (0 if fault in ("reset", "made") else 2)
     assert counts["environment/talk/failed"] == 2 and counts["environment/talk/attempts"] == 4
-    assert env_cases.EVENTS.count("closed") == 4  # two attempts of two episodes, each closed
+    assert env_cases.EVENTS.count("closed") == 4 * (fault != "made")  # two attempts of two episodes, each closed
     valued = config_of("env_cases:Count", {"fault": fault}, retries=0, timeout_s=0.3,
                        reward={"on_error": "value", "error_value": -1.0})
     group, report, _ = make(valued, Engines(), n=2)

@@ -75,6 +75,8 @@ async def play(bound: Bound, episode: Episode, task: Task, client: Client) -> st
         raise episode.fault
     if late:
         raise Failed("timeout", f"no end within {bound.config.timeout_s:g} s, after {len(episode.turns)} turns")
+    if work.cancelled():  # and not from here: whoever cancels the run cancels the wait above too
+        raise Failed("error", "its code was cancelled")
     return work.result()
 
 
@@ -100,7 +102,7 @@ async def _until(work: asyncio.Future[str], episode: Episode, timeout_s: float) 
 
 async def _object(bound: Bound, episode: Episode, task: Task) -> str:
     """An object with reset and step."""
-    environment = await _user(_made(bound.code(**bound.options)))
+    environment = await _user(_made(bound))
     try:
         first = await _user(environment.reset(task))
         messages = task.messages if first is None else _messages(first, "user", ())
@@ -154,18 +156,22 @@ def _ended(episode: Episode, terminal: Any, answer: str | None = None) -> str:
     return episode.last_content if answer is None else answer
 
 
-async def _made(environment: Any) -> Any:
+async def _made(bound: Bound) -> Any:
     """A factory may be asynchronous."""
+    environment = bound.code(**bound.options)
     return await environment if inspect.isawaitable(environment) else environment
 
 
 async def _user(call: Awaitable[Any], told: tuple[type[Exception], ...] = ()) -> Any:
-    """Await the user's code; what it raises becomes Failed, but for the kinds `told` and megarl's own."""
+    """Await the user's code; what it raises becomes Failed, but for the kinds `told` and megarl's own.
+
+    Also SystemExit: asyncio would end the event loop with it, and everybody else's episodes.
+    """
     try:
         return await call
-    except (Failed, MegarlError, *told):
+    except (Failed, MegarlError, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, *told):
         raise
-    except Exception as error:
+    except BaseException as error:
         lines = "".join(traceback.format_exception(error)).strip().splitlines()
         raise Failed("error", " | ".join(line.strip() for line in lines[-LINES:])) from error
 
