@@ -133,7 +133,8 @@ def write_exit(run_dir: Path | str, status: int, message: str) -> bool:
     """Leave `exit.json` in the run directory, atomically; the first writer wins.
 
     torchrun turns every worker status into 1, so launch scripts read the true status from this file. The first
-    failure is the cause, later ones are usually its consequences: an existing file is kept.
+    failure is the cause, later ones are usually its consequences: an existing file is kept. But a mistake is never the
+    consequence of a fault: it replaces the fault of a rank that has missed this one before it could tell.
 
     Returns:
         Whether this call wrote the file.
@@ -141,12 +142,17 @@ def write_exit(run_dir: Path | str, status: int, message: str) -> bool:
     directory = Path(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=directory, prefix=".exit-")
+    rank = int(os.environ.get("MEGARL_FIRST_RANK", 0)) + int(os.environ.get("RANK", 0))
     with os.fdopen(handle, "w") as file:
-        json.dump({"status": status, "message": message, "rank": int(os.environ.get("RANK", 0))}, file)
+        json.dump({"status": status, "message": message, "rank": rank}, file)
     try:
         os.link(name, directory / "exit.json")
         return True
     except FileExistsError:
-        return False
+        if status != EXIT_MISTAKE or json.loads((directory / "exit.json").read_text())["status"] != EXIT_FAULT:
+            return False
+        os.link(name, f"{name}.mistake")
+        os.replace(f"{name}.mistake", directory / "exit.json")
+        return True
     finally:
         os.unlink(name)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -94,13 +95,29 @@ def launch(argv: list[str]) -> None:
     environment = {**os.environ, **node.environment(), "MEGARL_RUN_DIR": str(told_in), "PYTHONUNBUFFERED": "1",
                    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S)}  # torch before 2.12 does not know it and waits 30 s
     try:
-        status = _run(torchrun_command(node, logs, [arguments.config, *arguments.overrides]), environment, logs, lock)
-    except KeyboardInterrupt:
-        (told_in / "exit.json").unlink(missing_ok=True)  # what the ranks made of being ended is no fault
+        status = _run(torchrun_command(node, logs, [arguments.config, *arguments.overrides]), environment, logs, lock,
+                      lambda: (told_in / "exit.json").exists())
+    except Interrupted as interrupted:
+        if not interrupted.told:
+            _forget_consequences(told_in, node)
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
         raise
     if status:
         raise _failure(told_in, logs, node)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run; `told` says whether a cause of its end was known before."""
+
+    def __init__(self, told: bool) -> None:
+        self.told = told
+
+
+def _forget_consequences(told_in: Path, node: Node) -> None:
+    """What this node's ranks made of being ended by a signal is no fault. Another node's may be why it was sent."""
+    told = told_in / "exit.json"
+    if told.exists() and json.loads(told.read_text())["rank"] in node.ranks:
+        told.unlink(missing_ok=True)
 
 
 def _failure(told_in: Path, logs: Path, node: Node) -> RanksFailed:
@@ -141,18 +158,21 @@ def _lock(run_dir: Path, patience_s: float) -> IO[str]:
             time.sleep(1.0)
 
 
-def _run(command: list[str], environment: dict[str, str], logs: Path, lock: IO[str] | None) -> int:
-    """Run torchrun until it ends; leaves no process behind, also when a signal ends it.
+def _run(command: list[str], environment: dict[str, str], logs: Path, lock: IO[str] | None,
+         told: Callable[[], bool]) -> int:
+    """Run torchrun until it ends; leaves no process behind, also when a signal ends it (Interrupted).
+
+    `told` says whether a cause of the run's end is known; it is asked when a signal comes.
 
     torchrun inherits the lock on the run directory: if this process is killed, what it leaves running keeps it.
 
     torchrun gets a session of its own: a terminal's Ctrl-C reaches only this process, which then ends it by SIGTERM.
     While it runs, `logs`/alive counts up, so that a batch script sees within seconds that a node is gone.
     """
-    signals: list[int] = []
+    signals: list[bool] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        signals.append(number)
+        signals.append(told())
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     mark = f"MEGARL_LAUNCH={uuid.uuid4()}"
@@ -178,7 +198,7 @@ def _run(command: list[str], environment: dict[str, str], logs: Path, lock: IO[s
         for number, handler in before.items():
             signal.signal(number, handler)
     if signals:
-        raise KeyboardInterrupt
+        raise Interrupted(signals[0])
     return process.returncode
 
 

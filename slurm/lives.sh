@@ -162,8 +162,9 @@ launch() { # CONFIG...
 
 # Every rollout node is a step and a world of its own: its end is nobody else's.
 launch_rollout() { # NUMBER CONFIG...
-    local number="$1"
+    local number="$1" alive="$life_dir/rollouts$1/alive"
     shift
+    unset "beat[$alive]" "beat_at[$alive]" # its counting begins anew, perhaps with the number that was seen last
     [ -n "${DRY:-}" ] || rm -f "$life_dir/rollouts$number/"{alive,exit.json}
     start_step "rollouts$number" "${rollout_nodes[number]}" "$life_dir/rollouts$number.log" "${rollout_variables[@]}" \
         "NODE_RANK=$number" -- bash "$root/slurm/node.sh" bash "$root/launch/torchrun.sh" "$@"

@@ -96,6 +96,7 @@ class Node:
         address, port: where the world's rendezvous listens.
         partition: which ranks the world has.
         first: the global rank of the world's first.
+        before: ranks of the world on the nodes before this one.
         control: of partitions that are apart, where the control store listens; else "".
         life: name of this life of the job, "" if nobody gave it one.
     """
@@ -108,6 +109,7 @@ class Node:
     port: int
     partition: PartitionName = "all"
     first: int = 0
+    before: int = 0
     control: str = ""
     life: str = ""
 
@@ -141,14 +143,20 @@ class Node:
         control = f"{address}:{port + 1}" if apart else ""
         if partition == "rollouts":
             return cls(f"rollouts{rank}", 1, 0, shares[rank], "127.0.0.1", free_port(), partition,
-                       cluster.trainers + sum(shares[:rank]), control, life)
+                       cluster.trainers + sum(shares[:rank]), 0, control, life)
         name = f"trainers{rank}" if apart else f"node{rank}"
-        return cls(name, count, rank, shares[rank], address, port, partition, 0, control, life)
+        return cls(name, count, rank, shares[rank], address, port, partition, 0, sum(shares[:rank]), control, life)
 
     @property
     def leads(self) -> bool:
         """Whether global rank 0 is here."""
         return self.rank == self.first == 0
+
+    @property
+    def ranks(self) -> range:
+        """The global ranks that are started here."""
+        begin = self.first + self.before
+        return range(begin, begin + self.processes)
 
     def environment(self) -> dict[str, str]:
         """What its ranks find in the environment, beside what torchrun sets."""

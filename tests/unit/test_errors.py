@@ -76,3 +76,13 @@ def test_torchs_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main(ends_with(torch.AcceleratorError("uncorrectable ECC error encountered")), []) == 75
     assert run_main(ends_with(torch.distributed.DistBackendError("NCCL")), []) == 75
     assert run_main(ends_with(torch.distributed.DistStoreError("wait timeout")), []) == 75
+
+
+def test_a_mistake_replaces_the_fault_that_it_caused(tmp_path: Path) -> None:
+    """A rank that lost a peer may tell so before the peer has told why."""
+    for status, kept in ((75, 75), (75, 75), (64, 64), (64, 64), (75, 64), (1, 64)):
+        before = (tmp_path / "exit.json").exists() and (tmp_path / "exit.json").read_text()
+        wrote = write_exit(tmp_path, status, f"{status}")
+        assert json.loads((tmp_path / "exit.json").read_text())["status"] == kept
+        assert wrote == ((tmp_path / "exit.json").read_text() != before)
+    assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from megarl.cluster.nodes import Division, Node, divide
 from megarl.cluster.partition import Partition
 from megarl.config.schema import ClusterConfig, Config
-from megarl.errors import MachineFault, UserMistake
-from megarl.launch import torchrun_command
+from megarl.errors import MachineFault, UserMistake, write_exit
+from megarl.launch import _forget_consequences, torchrun_command
 
 VARIABLES = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_PARTITION", "MEGARL_LIFE",
              "MEGARL_FIRST_RANK", "MEGARL_CONTROL", "SLURM_PROCID", "SLURM_NTASKS")
@@ -63,6 +64,7 @@ def test_partitions_apart(node: Callable[..., Node], monkeypatch: pytest.MonkeyP
     """A node's torchrun world, and the global ranks that its processes find themselves to be."""
     made = node(16, 4, MEGARL_PARTITION=partition, **APART, **environ)
     assert (made.count, made.rank) == world and made.processes == len(ranks) and not made.leads
+    assert made.ranks == ranks
     assert made.name == f"{partition}{environ['NODE_RANK']}" and made.control == "node0:20101"
     command = torchrun_command(made, tmp_path, [])
     assert "--rdzv-id=7.0.1" in command
@@ -79,6 +81,25 @@ def test_partitions_apart(node: Callable[..., Node], monkeypatch: pytest.MonkeyP
         assert found.is_trainer == (partition == "trainers")
     with pytest.raises(UserMistake, match="start both partitions with the same config"):
         Partition.from_env(ClusterConfig(trainers=8, rollouts=1))
+
+
+def test_what_ended_ranks_tell_is_forgotten(node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Only of ranks of this node: another node's may be why this one was ended."""
+    made = node(16, 4, NNODES="3", NPROC_PER_NODE="8,8,4")
+    assert made.ranks == range(8, 16)
+    for rank, kept in ((3, True), (8, False), (15, False), (16, True)):
+        (tmp_path / "exit.json").unlink(missing_ok=True)
+        monkeypatch.setenv("RANK", str(rank))
+        write_exit(tmp_path, 75, "lost")
+        _forget_consequences(tmp_path, made)
+        assert (tmp_path / "exit.json").exists() == kept
+    rollouts = node(16, 4, MEGARL_PARTITION="rollouts", **APART, NNODES="1", NODE_RANK="0")
+    monkeypatch.setenv("MEGARL_FIRST_RANK", "16")
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "exit.json").unlink(missing_ok=True)
+    write_exit(tmp_path, 75, "lost")
+    _forget_consequences(tmp_path, rollouts)
+    assert not (tmp_path / "exit.json").exists()
 
 
 def test_a_port_in_use(node: Callable[..., Node]):
