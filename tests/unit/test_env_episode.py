@@ -226,6 +226,23 @@ def test_a_call_that_fails_leaves_the_conversation_as_it_was() -> None:
     asyncio.run(run())
 
 
+def test_a_call_under_way_at_the_end_changes_nothing() -> None:
+    async def run() -> None:
+        asked = Asked(["one", "two"])
+        await asked.ask(USER)
+        asked.speaker.delay_s = 0.01
+        late = asyncio.create_task(asked.ask([{"role": "user", "content": "another one"}]))
+        await asyncio.sleep(0)
+        asked.episode.ended = True
+        samples = asked.episode.samples(PROMPT, 0, str)
+        with pytest.raises(NoRoom, match="the episode has ended"):
+            await late
+        assert len(asked.speaker.asks) == 2 and len(asked.episode.turns) == len(samples) == 1
+        assert asked.episode.prompt_tokens == len(asked.speaker.asks[0][0]) and not asked.episode.cut
+
+    asyncio.run(run())
+
+
 def test_experts_are_those_of_the_first_time() -> None:
     """A token that a later call computes anew keeps the experts it had when its successor was sampled."""
     piece, none = Piece(np.arange(3, dtype=np.int32)), np.zeros(0, np.int32)

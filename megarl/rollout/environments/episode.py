@@ -206,8 +206,8 @@ class Episode:
             max_tokens: to sample at most; what the limits leave if not given.
             stop: further stop strings.
         Raises:
-            NoRoom: the limits leave no token, or no further call.
-            Refused: the chat template does not take the messages.
+            NoRoom: the limits leave no token, or no further call; or the episode ended before the reply was there.
+            Refused: the chat template does not take the messages, or the run no stop strings.
             EnginesFailed: no engine answered.
             UserMistake, MachineFault: as the engines raise them; the run ends.
         """
@@ -251,6 +251,8 @@ class Episode:
             raise
         if completion is None:
             raise EnginesFailed(f"no engine answered {ask.name}")
+        if self.ended:  # its samples are made
+            raise NoRoom("the episode has ended")
         return completion
 
     def _prompt(self, messages: list[Message], tools: list[Message]) -> tuple[_Node | None, Rendered, bool]:
