@@ -64,9 +64,11 @@ def episode_values(values_n: torch.Tensor, episode_n: torch.Tensor, reduce: str)
 
 
 def has_signal(group: Group) -> bool:
-    """Whether a scored group can teach anything: two of its rewards differ (DAPO, eq. 11)."""
+    """Whether a scored group can teach anything: two of its rewards differ (DAPO, eq. 11), or where turns are credited
+    apart some advantage is not 0."""
     rewards = {sample.reward for sample in group.samples if sample.reward is not None}
-    return len(rewards) > 1
+    return len(rewards) > 1 or any(sample.advantages is not None and bool(sample.advantages.any())
+                                   for sample in group.samples)
 
 
 def overlong_punishment(lengths_n: torch.Tensor, objective: Objective) -> torch.Tensor:

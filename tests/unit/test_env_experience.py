@@ -14,6 +14,7 @@ from megarl.data.batch import build_batch
 from megarl.data.ragged import SampleBatch
 from megarl.data.sample import Group, Prompt, Sample
 from megarl.data.table import SampleTable
+from megarl.objective.advantages import has_signal
 from megarl.objective.recipes import resolve
 from megarl.rollout.evaluate import sums
 
@@ -80,6 +81,14 @@ def test_a_long_part_is_punished_once() -> None:
     samples = [sample(0, 0, "x" * 10, 1.0), sample(0, 1, "x" * 7, 1.0), sample(1, 0, "x", 1.0)]
     advantages, _, _ = set_advantages(samples, algorithm="dr_grpo", overlong_buffer=4)
     assert [float(row[0]) for row in advantages] == [-0.5, -0.5, 0.5]  # 1 - 1 for the longest part; 1
+
+
+def test_turns_teach_though_episodes_earn_the_same() -> None:
+    own = [np.array([0.5, 0, -0.5], np.float32), np.array([-0.5, 0, 0.5], np.float32)]
+    samples = [sample(n, 0, "x.x", 1.0, advantages=one) for n, one in enumerate(own)]
+    assert has_signal(Group(PROMPT, samples))
+    flat = [sample(n, 0, "x.x", 1.0, advantages=0 * one) for n, one in enumerate(own)]
+    assert not has_signal(Group(PROMPT, flat))
 
 
 def test_evaluation_counts_episodes() -> None:
