@@ -68,11 +68,12 @@ class Count:
         EVENTS.append("closed")
 
 
-async def chatty(client: Any, task: Task, *, turns: int = 2, reward: float | None = 0.5, text: str = "") -> Any:
+async def chatty(client: Any, task: Task, *, turns: int = 2, reward: float | None = 0.5, text: str = "",
+                 stop: Any = ()) -> Any:
     """A plain function that talks in process."""
     messages = list(task.messages)
     for number in range(turns):
-        reply = await client.chat(messages)
+        reply = await client.chat(messages, stop=stop)
         reply.turn.reward = float(number)
         messages += [reply.message, {"role": "user", "content": "and?"}]
     return text if reward is None and text else reward

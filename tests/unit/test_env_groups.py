@@ -59,8 +59,8 @@ class Engines:
         return [await self.speaker(Ask(ids, seeds[0], work.sampling.max_new_tokens, (), name))]
 
 
-def make(config: Config, engines: Engines, prompt: Prompt = MORE, n: int = 4, score: Any = None
-         ) -> tuple[Any, ScoreReport, Counter[str]]:
+def make(config: Config, engines: Engines, prompt: Prompt = MORE, n: int = 4, score: Any = None,
+         resumes: bool = False) -> tuple[Any, ScoreReport, Counter[str]]:
     """One group of n episodes."""
     env_cases.EVENTS.clear()
     counts: Counter[str] = Counter()
@@ -69,7 +69,7 @@ def make(config: Config, engines: Engines, prompt: Prompt = MORE, n: int = 4, sc
         environments = Environments(config, tokenizer_of("qwen2.5"), resolve(config.objective, 2000),
                                     stop_ids=stop_ids_of("qwen2.5"), score=score)
         assert environments.sources == {"talk"}
-        work = Work(Sampling(2000, n=n), None, counts)
+        work = Work(Sampling(2000, n=n), None, counts, resumes)
         try:
             return await environments.make(engines, prompt, list(range(10, 10 + n)), work)
         finally:
@@ -251,6 +251,31 @@ def test_credit_by_turns() -> None:
         assert sample.advantages[0] == pytest.approx(first) and sample.advantages[-1] == pytest.approx(second)
         assert (sample.advantages[:edges[0] + 1] == sample.advantages[0]).all()
         assert (sample.advantages[edges[0] + 1:edges[1] + 1] == 0).all()
+
+
+def test_stop_strings_of_a_call_are_refused_where_answers_are_resumed() -> None:
+    config = config_of("env_cases:chatty", {"stop": ["and"]}, retries=0)
+    group, report, _ = make(config, Engines(), n=1, resumes=True)
+    assert "stop is not supported with rollout.on_update: abort" in report.describe() and group.samples == []
+    _, report, _ = make(config, Engines(), n=1)
+    assert report.failed == 0
+    _, report, _ = make(config_of("env_cases:chatty", retries=0), Engines(), n=1, resumes=True)
+    assert report.failed == 0
+
+
+@pytest.mark.parametrize("on_error", ["drop", "value"])
+def test_no_value_for_an_episode_that_the_engines_failed(on_error: str) -> None:
+    class Some(Engines):
+        async def __call__(self, ids: Any, seeds: Any, work: Work, name: str) -> Any:
+            return None if name.startswith("p5/2.") else await super().__call__(ids, seeds, work, name)
+
+    reward = {"on_error": on_error, "error_value": -1.0 if on_error == "value" else None}
+    group, report, _ = make(config_of("env_cases:Count", reward=reward), Some())
+    assert report.failures == {("environment talk", "engines"): 1} and (report.failed, report.dropped) == (1, 1)
+    if on_error == "value":  # every sample of a group has a value: this one cannot
+        assert group is None
+    else:
+        assert [sample.n for sample in group.samples] == [0, 1, 3]
 
 
 def test_episodes_at_once_are_limited() -> None:

@@ -34,7 +34,7 @@ MARK = "megarl-mark-0f5c"  # stands for a reply where only what the template wri
 
 
 class Refused(Exception):
-    """The chat template does not take these messages."""
+    """The chat template does not take these messages, or the run not an option of a call."""
 
 
 @dataclass(frozen=True)

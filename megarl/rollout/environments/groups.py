@@ -15,7 +15,7 @@ from megarl.data.sample import Group, Prompt, Sample
 from megarl.objective.recipes import Objective
 from megarl.objective.turns import turn_advantages
 from megarl.reward.pool import EXAMPLES, ScoreReport
-from megarl.rollout.environments.chat import Chat
+from megarl.rollout.environments.chat import Chat, Refused
 from megarl.rollout.environments.endpoint import Endpoint
 from megarl.rollout.environments.episode import Ask, Complete, Episode, Limits
 from megarl.rollout.environments.load import Bound, bind_all
@@ -80,7 +80,7 @@ class Environments:
 
         An episode may give several samples, which share its reward. One that failed gives samples without a reward, or
         with `reward.error_value` (see `reward.on_error`), or none if the model was never asked. The group is None if no
-        engine answered any of its episodes.
+        engine answered any of its episodes; with error_value, if none answered one of them, which earned no value.
 
         Raises:
             UserMistake, MachineFault: as `complete` does.
@@ -97,7 +97,8 @@ class Environments:
         self._count(bound, played, work.counts)
         if bound.config.credit == "turn":
             self._credit(bound, played)
-        if all(one.failed is not None and one.failed.kind == "engines" for one in played):
+        unanswered = [one.failed is not None and one.failed.kind == "engines" for one in played]
+        if all(unanswered) or self._config.reward.on_error == "value" and any(unanswered):
             return None, report
         return Group(prompt, [sample for one in played for sample in one.samples]), report
 
@@ -149,13 +150,14 @@ class Environments:
                 for sample in one.samples:
                     sample.reward = value
                 continue
+            valued = config.on_error == "value" and one.failed.kind != "engines"
             report.failed += 1
-            report.dropped += config.on_error == "drop"
+            report.dropped += not valued
             report.failures[name, one.failed.kind] += 1
             if len(report.examples) < EXAMPLES:
                 report.examples.append(f"{name} {one.failed.kind} in episode {one.episode.name}: {one.failed}")
             for sample in one.samples:
-                sample.reward = config.error_value if config.on_error == "value" else None
+                sample.reward = config.error_value if valued else None
         if bound.config.reward_terms:
             report = await self._terms(played, report)
         return report
@@ -211,6 +213,8 @@ class Environments:
 def _completing(complete: IssuerComplete, work: Work) -> Complete:
     """One completion at a time from an issuer, with the run's own sampling parameters."""
     async def ask(call: Ask) -> Completion | None:
+        if work.resumes and call.stop:  # it may lie across the place where an aborted answer is continued
+            raise Refused("stop is not supported with rollout.on_update: abort")
         sampling = replace(work.sampling, n=1, max_new_tokens=call.max_tokens, stop=(*work.sampling.stop, *call.stop))
         completions = await complete(call.ids, [call.seed], replace(work, sampling=sampling), call.name)
         return completions[0] if completions else None
