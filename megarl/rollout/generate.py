@@ -7,6 +7,7 @@ groups of a number are the same whichever leader or engine made them (as long as
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.distributed import Store
 from megarl.config.schema import Config, SamplingConfig
 from megarl.data.routing import RoutingShape
 from megarl.data.sample import Group, Prompt, Sample, sample_seed, version_number
+from megarl.errors import UserMistake
 from megarl.model.hf_config import HFConfig
 from megarl.rollout.admission import window
 from megarl.rollout.client import open_session
@@ -28,6 +30,8 @@ from megarl.rollout.ledger import Entry, Tickets
 from megarl.rollout.protocol import Expected, Sampling
 
 POLL_LEAST_S, POLL_MOST_S = 0.001, 0.02
+THREAD_S = 0.5  # between two looks at whether the thread that is waited for lives
+
 
 class Environments(Protocol):
     """What answers prompts in conversations of several turns (see `environments.groups.Environments`)."""
@@ -104,7 +108,8 @@ class Generator:
         self._kept: dict[int, Group] = {}
         self._since = Collected()  # the last take; its counts stay the same object
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="generator", daemon=True)
+        self._broke: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="generator", daemon=True)
         self._thread.start()
         self._session, self._issuer = self._run(self._open(fleet, generation, vocab_size, decode))
         self._stream = asyncio.run_coroutine_threadsafe(self._generate(), self._loop)
@@ -115,9 +120,23 @@ class Generator:
                                leader_index=self._leader_index, leaders=self._leaders, vocab_size=vocab_size,
                                decode=decode)
 
+    def _work(self) -> None:
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # asyncio hands on SystemExit and KeyboardInterrupt of any task
+            self._broke = error
+
+    def _check_thread(self) -> None:
+        if not self._thread.is_alive():
+            raise UserMistake(f"{type(self._broke).__name__}: {self._broke} ended the sampling of all episodes",
+                              "environments", "code of an environment, its own tasks included, must not exit"
+                              ) from self._broke
+
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
+            while not concurrent.futures.wait([future], THREAD_S).done:
+                self._check_thread()
             return future.result()
         except BaseException:
             future.cancel()  # an interrupted wait (Ctrl-C) must not leave the work going on
@@ -127,9 +146,10 @@ class Generator:
         """Raise what ended the generation, if something did.
 
         Raises:
-            UserMistake: an engine refuses a request as wrong.
+            UserMistake: an engine refuses a request as wrong; code of an environment ended the thread.
             MachineFault: no engine with current weights.
         """
+        self._check_thread()
         if self._stream.done():
             self._stream.result()
 
@@ -262,9 +282,10 @@ class Generator:
             await self._issuer.close()
             await self._session.close()
 
-        self._run(end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._run(end())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
         self._loop.close()
 
 
