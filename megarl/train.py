@@ -76,6 +76,9 @@ def sample(config: Config, trainer: Trainer) -> None:
             trainer.publish()
         report.add(taken.metrics)
         report.step(trainer.progress.step)
+    trainer.settle()
+    if trainer.progress.step < config.run.steps:
+        trainer.stop()
 
 
 def main(argv: list[str]) -> None:

@@ -6,10 +6,12 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.hf_export import save_hf
 from megarl.checkpoint.state import Checkpoints, Progress
+from megarl.cluster import device
 from megarl.cluster.groups import Groups
 from megarl.cluster.store import Control, Meeting
 from megarl.config.schema import Config, EvalSetConfig
@@ -19,7 +21,7 @@ from megarl.data.groups_file import write_groups
 from megarl.data.prompts import PromptStream
 from megarl.data.replay import ReplayBuffer
 from megarl.data.sample import Group, Prompt
-from megarl.errors import write_exit
+from megarl.errors import MachineFault, write_exit
 from megarl.objective.recipes import Objective
 from megarl.observe.report import Reporter
 from megarl.pipeline import trace
@@ -33,6 +35,7 @@ from megarl.rollout.records import write_rollouts
 from megarl.sync.publish import PublishReport, WeightPublisher
 from megarl.update.experience import Experience, Minibatch
 from megarl.update.gap import watch_gap
+from megarl.update.guard import Guard
 from megarl.update.policy import Policy
 
 STOP = "STOP"  # name of the file in the run directory that asks a run to end after the step under way
@@ -79,6 +82,8 @@ class Trainer:
         report: metrics and console (written by trainer 0).
         resumed: the checkpoint that this life goes on from.
         source: where samples come from; set before the first step.
+        taken: the samples of the step under way.
+        guard: the alarm for leaps.
         saved_at: when a checkpoint was written last, or the run began; by time.monotonic().
     """
 
@@ -97,6 +102,12 @@ class Trainer:
     source: Source | None = None
     version: str = ""
     saved_at: float = field(default_factory=time.monotonic)
+    taken: Taken | None = None
+    guard: Guard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self.config.guard)
+        self.guard.resume(self.progress.guard)
 
     def take(self) -> Taken | None:
         """The samples of the next step; written, for people to read and for a replay, if asked to.
@@ -105,9 +116,12 @@ class Trainer:
         """
         if self.checkpoints is not None and (saved := self.checkpoints.poll()):
             self.report.say(f"saved {saved}")
+        if self.source.course is None and self._asked_to_stop():
+            return None
         taken, debug, step = self.source.buffer.take(self.progress.step), self.config.debug, self.progress.step + 1
         if taken is None:
             return None
+        self.taken = taken
         if taken.problems:
             print(taken.problems, flush=True)
         every = self.config.observe.rollouts
@@ -142,7 +156,12 @@ class Trainer:
         """One optimizer step; its timeline is written if the step is one of observe.trace_steps."""
         step = self.progress.step + 1
         traced = step in self.config.observe.trace_steps
-        stats = self.policy.update(minibatch, timed=traced)
+        try:
+            stats = self.policy.update(minibatch, timed=traced)
+        except MachineFault as fault:  # a gradient norm that is not finite, on all trainers
+            self._keep_samples()
+            raise MachineFault(f"{fault}; the step's samples are in {self.run_dir / 'guard'}") from fault
+        self._guard(stats)
         while self.policy.news:
             self.report.say(f"warning: {self.policy.news.pop(0)}")
         if traced and self.policy.spans:
@@ -155,6 +174,23 @@ class Trainer:
             self.report.say(f"timeline; draw it: python tools/schedule.py draw --trace {path} --out timeline.html")
         return stats
 
+    def _guard(self, stats: dict[str, float]) -> None:
+        """Tell of a leap of the loss or gradient norm, keep the samples that made it, stop if that is asked for."""
+        told, folder = self.guard.judge(stats), self.run_dir / "guard"
+        if not told:
+            return
+        self.report.say(f"warning: step {self.progress.step + 1}: {told}")
+        if self.guard.wants_dump():
+            self._keep_samples()
+        self.guard.raise_if_asked(told, str(folder))
+
+    def _keep_samples(self) -> None:
+        """Write the samples of the step under way to run.dir/guard, as debug.dump_experience does."""
+        if self.taken.local is not None:
+            write_part(self.run_dir / "guard", self.progress.step + 1, self.groups.dp, self.groups.layout.data,
+                       Recorded(self.taken.local, self.version, self.taken.position, self.taken.unfinished,
+                                self.taken.metrics))
+
     def publish(self) -> None:
         """Give the engines the present weights; their version is the number of finished steps."""
         self.version = format_version(self.control.generation, self.progress.step)
@@ -163,12 +199,16 @@ class Trainer:
         publisher, course, pause = self.source.publisher, self.source.course, self.config.rollout.on_update
         if pause == "finish":
             course.hold()
-            self.meet()
         self._tell(publisher.finish())
         publisher.start(self.version, pause)
         if not self.config.sync.overlap:
             self._tell(publisher.finish())
         course.open(self.progress.step, self.version, publisher.done)
+
+    def settle(self) -> None:
+        """Wait until the engines have the weights that were published last."""
+        if self.source.publisher is not None:
+            self._tell(self.source.publisher.finish())
 
     def _tell(self, sent: PublishReport | None) -> None:
         """Metrics of a publish."""
@@ -186,8 +226,7 @@ class Trainer:
                 write_rollouts(self.run_dir, self.progress.step, dist.get_rank(), found, prefix=f"eval_{name}_")
 
         sampling = self.source.sampling
-        if self.source.publisher is not None:
-            self._tell(self.source.publisher.finish())
+        self.settle()
         if sampling is None:
             self.meet()
         else:
@@ -206,7 +245,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the progress."""
         self.saved_at = time.monotonic()
-        progress = replace(self.progress, costs=self.policy.pace.state(), collapse=self.policy.collapse.state())
+        progress = replace(self.progress, costs=self.policy.pace.state(), collapse=self.policy.collapse.state(),
+                           guard=self.guard.state())
         held: dict[int, Group] = {}
         if self.source.course is not None:
             sampled, held = self.source.course.snapshot()
@@ -225,14 +265,13 @@ class Trainer:
 
     def finish(self) -> None:
         """The last checkpoint, the reward curve and, if the run has come to its end, the Hugging Face export."""
-        if self.source.publisher is not None:
-            self._tell(self.source.publisher.finish())
+        self.settle()
         if not self.due(self.config.checkpoint.every):
             self.save()
         self.report.draw()
         self.checkpoints.finish()
         if self.progress.step < self.config.run.steps:
-            return self._stop()
+            return self.stop()
         if self.source.sampling is not None:
             for source in self.source.sampling.prompts.report():
                 self.report.say(source.describe() if source.dropped else f"{source.name}: no prompt dropped")
@@ -241,7 +280,13 @@ class Trainer:
                     self.run_dir / "export")
             self.report.say(f"exported to {self.run_dir / 'export'}")
 
-    def _stop(self) -> None:
+    def _asked_to_stop(self) -> bool:
+        """Trainer 0's view of the file STOP, on all trainers."""
+        asked = torch.tensor([(self.run_dir / STOP).exists()], dtype=torch.int32, device=device.current())
+        dist.broadcast(asked, src=0)
+        return bool(asked)
+
+    def stop(self) -> None:
         """Obey a request to stop: it is taken away, and exit.json says that there is more to do."""
         if dist.get_rank() == 0:
             write_exit(self.run_dir, 0, "stopped on request")

@@ -41,24 +41,25 @@ class Writing:
         """Whether this rank has written its files (or failed to)."""
         return self._work.done()
 
-    def finish(self) -> dict[str, tuple[int, str]]:
-        """Wait, then write what describes the whole; checksums of this rank's files. Collective over the trainers.
+    def wait(self) -> dict[str, tuple[int, str]]:
+        """Checksums of this rank's files, once they are written.
 
         Raises:
-            torch.distributed.checkpoint.api.CheckpointException: a rank could not write.
-            Exception: what made `more` fail.
+            Exception: what kept one from being written.
         """
-        failure = self._work.exception()
-        if self._request.async_fn_args and failure is not None:
-            self._request.async_fn_args[2].put(failure)
+        return self._work.result()
+
+    def conclude(self) -> None:
+        """Write what describes the whole, after all ranks have written. Collective over the trainers."""
+        if self._request.async_fn_args:
+            self._request.async_fn_args[2].put(self._results)
         for conclude in self._request.finalize_fns:
             conclude()
-        return self._work.result()
 
     def _write(self, buckets: list[Any], more: Callable[[], list[Path]]) -> dict[str, tuple[int, str]]:
         from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-        results: dict[int, Any] = {}
+        self._results: dict[int, Any] = {}
         written = []
         for number, bucket in enumerate(buckets):
             told, counted = queue.SimpleQueue(), queue.Queue()
@@ -68,13 +69,10 @@ class Writing:
             _, outcome = told.get()
             if isinstance(outcome, Exception):
                 raise outcome
-            results[number] = outcome
+            self._results[number] = outcome
             written.append(Path(bucket[0]))
         written += more()
-        sums = {path.name: files.digest(path) for path in written}
-        if buckets:
-            self._request.async_fn_args[2].put(results)
-        return sums
+        return {path.name: files.digest(path) for path in written}
 
 
 def use_thread_results() -> None:

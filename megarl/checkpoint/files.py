@@ -79,6 +79,21 @@ def prune(directory: Path, keep: int, keep_every: int) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
+def recover(directory: Path) -> None:
+    """Put back a checkpoint whose writer was killed between taking its name away and giving it to the new one."""
+    for replaced in directory.glob(".replaced_*"):
+        final = replaced.with_name(replaced.name.replace(".replaced_", "step_"))
+        if not final.exists():
+            os.rename(replaced, final)
+
+
+def set_aside(path: Path) -> None:
+    """Take a damaged checkpoint out of the way, under the name `damaged_<its name>`. By one rank."""
+    aside = path.with_name(f"damaged_{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+
+
 def expected(path: Path) -> dict[str, tuple[int, str]]:
     """What `checksums.json` says.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 _FREE = (
     "run.require_apex", "cluster.", "parallel.", "pipeline.", "sync.", "checkpoint.", "eval.", "observe.", "debug.",
     "sglang.", "model.implementation", "model.recompute", "model.head_chunk_tokens", "optim.distributed",
-    "batch.max_tokens", "batch.on_long_sequence", "reward.workers", "reward.timeout_s", "rollout.")
+    "batch.max_tokens", "batch.on_long_sequence", "guard.", "reward.workers", "reward.timeout_s", "rollout.")
 _FIXED = (
     "rollout.samples_per_prompt", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p",
     "rollout.max_response_tokens", "rollout.stop", "rollout.stop_token_ids", "rollout.max_lag", "rollout.ahead",

@@ -43,6 +43,7 @@ class Progress:
             number of the newest weights when it was issued.
         costs: of the pipeline's operations, as measured; {} where they are not.
         collapse: what the alarm for the experts' loads has counted and done.
+        guard: what the alarm for leaps compares with.
     """
 
     step: int = 0
@@ -51,6 +52,7 @@ class Progress:
     held: tuple[int, ...] = ()
     costs: dict[str, float] = field(default_factory=dict)
     collapse: dict[str, float] = field(default_factory=dict)
+    guard: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -77,6 +79,7 @@ class Checkpoints:
         self._settings, self._fixed = json.loads(json.dumps(settings or {})), fixed
         self.changed: dict[str, tuple[Any, Any]] = {}
         self.passed_over: list[str] = []
+        self._step = -1
         self._writing: tuple[Path, Path, background.Writing] | None = None
         background.use_thread_results()
 
@@ -88,6 +91,8 @@ class Checkpoints:
     def save(self, progress: Progress, write_more: Callable[[Path], list[Path]] = lambda folder: []) -> None:
         """Start a checkpoint for `progress`: returns once what it holds is copied. One that is under way ends first.
 
+        Nothing is done for the step that was loaded or saved last.
+
         Args:
             progress: how far the run is.
             write_more: writes further files of this rank into the directory (in a thread); their paths.
@@ -96,6 +101,8 @@ class Checkpoints:
         """
         from megatron.core import dist_checkpointing
 
+        if progress.step == self._step:
+            return
         self.finish()
         final = self._directory / f"step_{progress.step:08d}"
         partial = self._directory / f".partial_{progress.step:08d}"
@@ -103,6 +110,7 @@ class Checkpoints:
         state, own = self._state(progress)
         with _as_fault(final):
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, content_metadata=_METADATA)
+        self._step = progress.step
         self._writing = (partial, final, background.Writing(request, own, lambda: write_more(partial)))
 
     def poll(self) -> Path | None:
@@ -122,8 +130,10 @@ class Checkpoints:
         if self._writing is None:
             return None
         (partial, final, writing), self._writing = self._writing, None
+        step, self._step = self._step, -1  # until it has succeeded
+        sums = _together(writing.wait, final)
         with _as_fault(final):
-            sums = _together(writing.finish, final)
+            writing.conclude()
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, sums)
 
@@ -134,6 +144,7 @@ class Checkpoints:
             files.prune(self._directory, self._keep, self._keep_every)
 
         self._by_first(final, conclude)
+        self._step = step
         return final
 
     def resume(self) -> tuple[Path | None, Progress]:
@@ -142,11 +153,15 @@ class Checkpoints:
         Raises:
             UserMistake: all are damaged, or the newest good one is of another run (see `load`).
         """
-        for path in reversed(files.whole(self._directory)):
+        self._by_first(self._directory, lambda: files.recover(self._directory))
+        found = [files.whole(self._directory)]
+        dist.broadcast_object_list(found, src=0)  # a file system may show them later to others
+        for path in reversed(found[0]):
             wrong = self._damage(path)
             if not wrong:
                 return path, self.load(path, verify=False)
             self.passed_over.append(f"{path} is damaged: {wrong}")
+            self._by_first(path, lambda path=path: files.set_aside(path))
         if self.passed_over:
             raise UserMistake(f"no checkpoint can be used: {'; '.join(self.passed_over)}", str(self._directory),
                               "remove them to begin anew, or copy good ones there")
@@ -178,6 +193,7 @@ class Checkpoints:
         if same_world:
             _set_random_state(state["random"])
         saved = common["progress"]
+        self._step = saved["step"]
         return Progress(**{**saved, "unfinished": tuple(saved["unfinished"]), "held": tuple(saved["held"])})
 
     def _damage(self, path: Path) -> str:
@@ -256,7 +272,9 @@ class Checkpoints:
         before, now = _flat(common["settings"]), _flat(self._settings)
         self.changed = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())
                         if before.get(key) != now.get(key)}
-        refused = [f"{key} was {before.get(key)}, is {now.get(key)}" for key in self.changed if self._fixed(key)]
+        # a key that the checkpoint does not know is of a newer version
+        refused = [f"{key} was {before[key]}, is {now.get(key)}" for key in self.changed
+                   if key in before and self._fixed(key)]
         if refused:
             raise UserMistake(f"the run would go on by other rules: {'; '.join(refused)}", str(path),
                               "change the config back, or set checkpoint.allow_changes: true")
@@ -267,16 +285,16 @@ class Checkpoints:
 
 
 def _together(work: Callable[[], Any], final: Path) -> Any:
-    """This rank's part of something; its result once all have done theirs.
+    """This rank's part of something, in which it waits for nobody; its result once all have done theirs.
 
     Raises:
-        MachineFault: on every trainer, if the file system failed one of them.
+        MachineFault: on every trainer, if one of them failed.
     """
     failure, result = "", None
     try:
         result = work()
-    except OSError as error:
-        failure = f"rank {dist.get_rank()}: {error}"
+    except Exception as error:  # told to all: whoever goes on would wait for this rank
+        failure = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     told: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(told, failure)
     if any(told):
@@ -285,7 +303,10 @@ def _together(work: Callable[[], Any], final: Path) -> Any:
 
 
 class _as_fault:
-    """Turns Megatron-core's way to tell that writing failed into a MachineFault."""
+    """Turns what a failing disk makes of Megatron-core's calls into a MachineFault of this rank.
+
+    Where only this rank has failed the others wait for it in a collective, and end with its process.
+    """
 
     def __init__(self, final: Path) -> None:
         self._final = final
@@ -299,6 +320,8 @@ class _as_fault:
                       for rank, (wrapped, _) in error.failures.items()]  # only rank 0 knows them
             raise MachineFault(f"the checkpoint {self._final} could not be written"
                                + (f": {causes[0]}" if causes else "")) from None
+        if isinstance(error, OSError | RuntimeError):  # torch.save makes a RuntimeError of a full disk
+            raise MachineFault(f"the checkpoint {self._final} could not be written: {error}") from error
 
 
 def _by_parameter(state: dict[str, Any]) -> dict[int, Any]:

@@ -146,7 +146,8 @@ class ExperienceBuffer:
         rewards = [s.reward for s in samples if s.reward is not None]
         sums = {name: float(collected.counts.get(name, 0)) for name in (*_COUNTS, *_FAILED, *self._counters)}
         sums["failed"] = float(sum(report.failed for report in collected.reports))
-        sums |= {"scored": float(len(rewards)), "reward": math.fsum(rewards),
+        sums |= {"scored": float(len(rewards)), "unscored": float(len(samples) - len(rewards)),
+                 "reward": math.fsum(rewards),
                  "squares": math.fsum(r * r for r in rewards), "filtered": float(len(collected.filtered))}
         for term in self._terms:
             values = [s.reward_terms[term] for s in samples if term in s.reward_terms]
@@ -156,7 +157,7 @@ class ExperienceBuffer:
         mean = total["reward"] / scored
         metrics = {
             "reward/mean": mean, "reward/std": math.sqrt(max(total["squares"] / scored - mean * mean, 0)),
-            "reward/failed": total["failed"], "reward/unscored": total["samples"] - total["scored"],
+            "reward/failed": total["failed"], "reward/unscored": total["unscored"],
             "rollout/response_tokens": total["response_tokens"] / count,
             "rollout/prompt_tokens": total["prompt_tokens"] / count,
             "rollout/truncated": total["truncated"] / count, "rollout/retries": total["retries"],

@@ -59,6 +59,10 @@ def write_part(folder: Path | str, step: int, part: int, parts: int, recorded: R
     arrays = {one.name: getattr(recorded.samples, one.name) for one in fields(SampleBatch)}
     header = {"format": FORMAT, "step": step, "version": recorded.version, "position": recorded.position,
               "unfinished": recorded.unfinished, "metrics": recorded.metrics}
+    if part == 0:  # of an earlier life with other leaders, which got as far
+        for old in folder.glob(f"step_{step:04d}.part*of*.safetensors"):
+            if not old.name.endswith(f"of{parts}.safetensors"):
+                old.unlink()
     target = folder / f"step_{step:04d}.part{part}of{parts}.safetensors"
     partial = target.with_suffix(".partial")
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None}, partial,

@@ -1,6 +1,7 @@
 """Sampled groups in a file and back: what a checkpoint keeps of the sampling that is ahead of the training.
 
-A safetensors file: arrays by "<group>.<sample>.<name>", the rest as JSON in its header. No pickles.
+A safetensors file: arrays by "<group>.<sample>.<name>", the rest as JSON in an array of bytes (a file's own header has
+a limit, which texts would reach). No pickles.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def write_groups(path: Path, groups: Mapping[int, Group]) -> None:
             for name in _ARRAYS:
                 if (value := getattr(sample, name)) is not None:
                     arrays[f"{number}.{place}.{name}"] = np.ascontiguousarray(value)
-    save_file(arrays, path, metadata={"groups": json.dumps({"numbers": list(groups), "positions": positions,
-                                                           "samples": told})})
+    rest = json.dumps({"numbers": list(groups), "positions": positions, "samples": told}, ensure_ascii=False)
+    arrays["groups"] = np.frombuffer(rest.encode(), np.uint8)
+    save_file(arrays, path)
 
 
 def read_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> dict[int, Group]:
@@ -48,7 +50,7 @@ def read_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> dict[int, Gro
     """
     groups: dict[int, Group] = {}
     with safe_open(path, framework="numpy") as file:
-        header = json.loads(file.metadata()["groups"])
+        header = json.loads(file.get_tensor("groups").tobytes())
         known = set(file.keys())
         for number, position, samples in zip(header["numbers"], header["positions"], header["samples"], strict=True):
             prompt = prompt_at(position)

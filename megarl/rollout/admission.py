@@ -51,7 +51,7 @@ def window(need: int, ahead: float, step: int, steps: int) -> int:
         ahead: how many steps' groups beyond those of the next step.
         step, steps: the next step and the number of steps of the run, beyond which nothing is sampled.
     """
-    return int(need * min(1 + ahead, steps - step))
+    return int(need * min(1 + ahead, steps - step) + 1e-9)  # 45 * 1.4 is a little below 63
 
 
 def choose(pending: Iterable[Pending], need: int, step: int, max_lag: int, *, closed: bool = False) -> Choice:

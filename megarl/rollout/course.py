@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,6 +11,8 @@ from megarl.data.sample import Group
 from megarl.rollout.dispatch import Decision, Dispatcher, Snapshot, wait_for_decision, wait_for_snapshot
 from megarl.rollout.generate import Generator
 from megarl.rollout.ledger import Announcements
+
+OPEN_POLL_S = 0.005
 
 
 @dataclass
@@ -21,7 +25,7 @@ class Course:
         dispatcher: on trainer 0.
         generator: on leaders.
         beat: called again and again while it waits.
-        waits: on trainer 0: until this is true the step that was opened last is not; see `open`.
+        opening: on trainer 0: the thread that opens a step once its weights have arrived.
     """
 
     ear: Announcements
@@ -29,18 +33,38 @@ class Course:
     dispatcher: Dispatcher | None
     generator: Generator | None
     beat: Callable[[], None]
-    waits: tuple[Callable[[], bool], int, str] | None = field(default=None, init=False)
+    opening: threading.Thread | None = field(default=None, init=False)
 
     def open(self, step: int, version: str, when: Callable[[], bool] = lambda: True) -> None:
-        """Let `step` be sampled by the weights `version` as soon as `when()`: then the engines have them."""
-        if self.dispatcher is not None:
-            self.waits = (when, step, version)
-            self._alive()
+        """Let `step` be sampled by the weights `version` as soon as `when()`: then the engines have them.
+
+        How many groups may be under way is settled now, before any group of `step` is taken.
+        """
+        if self.dispatcher is None:
+            return
+        self._opened()
+        limit = self.dispatcher.limit(step)
+
+        def wait() -> None:
+            while not when():
+                time.sleep(OPEN_POLL_S)
+            self.dispatcher.open(step, version, limit)
+
+        self.opening = threading.Thread(target=wait, name="open a step", daemon=True)
+        self.opening.start()
+        if when():
+            self._opened()
 
     def hold(self) -> None:
         """Let what is under way end, and nothing begin, until `open`."""
         if self.dispatcher is not None:
-            self.dispatcher.hold(self._alive)
+            self._opened()
+        while True:
+            if self.dispatcher is not None:
+                self.dispatcher.hold(self._alive)
+            if not wait_for_decision(self.ear, self._alive).joins:
+                return
+            self.catch_up()
 
     def decide(self, step: int) -> Decision:
         """What all trainers do for `step`: take groups, or stop."""
@@ -63,6 +87,8 @@ class Course:
         self.beat()
         if self.generator is not None:
             self.generator.check()
-        if self.waits is not None and self.waits[0]():
-            (_, step, version), self.waits = self.waits, None
-            self.dispatcher.open(step, version)
+
+    def _opened(self) -> None:
+        """Wait until the step that was opened last is."""
+        if self.opening is not None:
+            self.opening.join()

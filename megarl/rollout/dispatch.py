@@ -107,26 +107,41 @@ class Dispatcher:
         self._draws, self._joined, self._stops, self._saves = draws, joined, stops, saves
         self._asked_at, self._opened = float("-inf"), -1
         self._silence_s = silence_s(config)
-        self._book = Book(store)
+        self._book, self._opener = Book(store), Book(store)
         self._pending = {number: Pending(number, issued, finished) for finished, (number, issued) in
                          enumerate(zip(held_numbers(len(held)), held, strict=True), start=-len(held))}
         self._unissued: set[int] = set()  # numbers below some issued one: another leader has drawn them
         self._issued = self._gone = self._finished = self._dropped = 0
         self._watch = LeaseWatch()
 
-    def open(self, step: int, version: str) -> None:
-        """Let `step`, the next to train, and what may be ahead of it be sampled by the weights `version`."""
+    def limit(self, step: int) -> int:
+        """Numbers below may be issued while `step` is the next to train; asked before any of its groups is taken."""
         self._read()
+        return self._gone + window(self._need, self._ahead, step, self._steps) - self._held()
+
+    def open(self, step: int, version: str, limit: int | None = None) -> None:
+        """Let `step`, the next to train, and what may be ahead of it be sampled by the weights `version`.
+
+        With a `limit` it may be called from another thread.
+        """
+        limit = self.limit(step) if limit is None else limit
+        self._opener.set_version(version, step)
+        self._opener.set_limit(limit)
         self._opened = step
-        self._book.set_version(version, step)
-        self._book.set_limit(self._gone + window(self._need, self._ahead, step, self._steps) - self._held())
 
     def hold(self, alive: Callable[[], None]) -> None:
-        """Let nothing more be issued, and wait until nothing is under way; `open` ends it. `alive` as in `decide`."""
+        """Let nothing more be issued until `open`, and announce when nothing is under way any more (an empty Decision).
+
+        It may announce first, as `decide` does, that engines want the present weights. `alive` as in `decide`.
+        """
         self._book.set_limit(0)
         self._watch.observe(-1)
+        self._read()
         while any(one.finished is None for one in self._pending.values()):
+            if (request := self._request()) and request.joins:
+                return self._book.announce(asdict(request))
             self._rest(alive)
+        self._book.announce(asdict(Decision()))
 
     def decide(self, step: int, alive: Callable[[], None]) -> None:
         """Announce what the trainers do next for `step`, as soon as that can be said.

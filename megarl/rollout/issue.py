@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 REGISTRY_AGE_S = 0.2
 ABORT_TIMEOUT_S = 5.0
+WATCH_S = 1.0  # between looks whether an engine that is asked is still there
 
 
 class Aborted(EngineError):
@@ -152,7 +154,8 @@ class Issuer:
             if attempt:
                 work.counts["retries"] += 1
                 await asyncio.sleep(backoff_s(attempt - 1))
-            engine = await self._engine(avoid, name.partition("/")[0], work.sampling.n, fresh=attempt > 0)
+            engine = await self._engine(avoid, name.partition("/")[0], work.sampling.n, fresh=attempt > 0,
+                                        waits=work.expected is not None and work.expected.or_newer)
             begun = time.monotonic()
             try:
                 completions = await self._ask(engine, input_ids, seeds, work, name)
@@ -183,15 +186,21 @@ class Issuer:
             if tasks:
                 await asyncio.wait(tasks, timeout=ABORT_TIMEOUT_S)
 
-    async def _engine(self, avoid: set[tuple[str, int]], affinity: str, sequences: int, *, fresh: bool
-                      ) -> EngineRecord:
-        """An engine with current weights, waiting for one if need be; MachineFault after no_engine_timeout_s."""
+    async def _engine(self, avoid: set[tuple[str, int]], affinity: str, sequences: int, *, fresh: bool,
+                      waits: bool) -> EngineRecord:
+        """An engine with current weights, waiting for one if need be; MachineFault after no_engine_timeout_s.
+
+        With `waits`, time in which an engine is up and lacks only weights does not count: the trainers are busy, and
+        will give it theirs.
+        """
         deadline = time.monotonic() + self._rollout.no_engine_timeout_s
         while True:
             engines = self._fleet.synced_engines(max_age_s=0.0 if fresh else REGISTRY_AGE_S)
             if engines:
                 return self._balancer.take(engines, avoid, affinity, sequences)
             self._fleet.raise_failures()
+            if waits and self._fleet.engines(max_age_s=REGISTRY_AGE_S):  # one is up: it waits for the trainers
+                deadline = time.monotonic() + self._rollout.no_engine_timeout_s
             if time.monotonic() > deadline:
                 raise MachineFault(f"no engine holds this run's weights since {self._rollout.no_engine_timeout_s:.0f} "
                                    f"s: {self._fleet.describe_missing(engines)}")
@@ -206,7 +215,8 @@ class Issuer:
         client = EngineClient(engine.url, self._session, request_timeout_s=self._rollout.request_timeout_s,
                               keys=engine.keys)
         try:
-            completions = await client.generate(request, vocab_size=self._vocab_size, expected=work.expected)
+            completions = await self._while_there(engine, client.generate(
+                request, vocab_size=self._vocab_size, expected=work.expected))
         except (asyncio.CancelledError, EngineTimeout):
             task = asyncio.create_task(self._abort(client, request.rid))
             self._aborts.add(task)
@@ -215,6 +225,22 @@ class Issuer:
         if not work.resumes and any(_aborted(completion) for completion in completions):
             raise Aborted(f"{engine.url} aborted {request.rid}")
         return completions
+
+    async def _while_there(self, engine: EngineRecord, answer: Coroutine[Any, Any, list[Completion]]
+                           ) -> list[Completion]:
+        """The answer, unless the registry says that the engine's process is gone: a host without power closes nothing.
+
+        Raises:
+            EngineLost: it is gone; and what the answer raises.
+        """
+        asking = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait({asking}, timeout=WATCH_S))[0]:
+                if all(record.key != engine.key for record in self._fleet.engines(max_age_s=WATCH_S)):
+                    raise EngineLost(f"{engine.url}: the engine is gone")
+            return asking.result()
+        finally:
+            asking.cancel()
 
     async def _abort(self, client: EngineClient, rid: str) -> None:
         try:

@@ -33,7 +33,7 @@ def write_rollouts(run_dir: Path | str, step: int, rank: int, groups: Iterable[G
 def forget_after(run_dir: Path | str, step: int) -> None:
     """Remove the samples of steps after `step`: of an earlier life, whose checkpoint of them was never whole."""
     for path in (Path(run_dir) / "rollouts").glob("*step_*.rank*.jsonl"):
-        if int(path.name.partition("step_")[2].partition(".")[0]) > step:
+        if int(path.name.rpartition("step_")[2].partition(".")[0]) > step:
             path.unlink()
 
 

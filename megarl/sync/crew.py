@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.errors import MachineFault
+from megarl.errors import MachineFault, UserMistake
 from megarl.rollout.client import EngineClient, EngineTimeout, open_session
 from megarl.rollout.fleet import EngineRecord
 from megarl.rollout.protocol import EngineError
@@ -79,6 +79,14 @@ class Crew:
         return EngineClient(engine.url, self._session, control_timeout_s=self.call_timeout_s, retries=1,
                             keys=engine.keys)
 
+    def muster(self) -> None:
+        """Return when all trainers are here.
+
+        Raises:
+            RuntimeError: on trainer 0, with the ranks that did not come in time (gloo's monitored barrier).
+        """
+        dist.monitored_barrier(self._group, wait_all_ranks=True)
+
     def together(self, work: Callable[[], T]) -> T:
         """Do this rank's part of a phase; return when all trainers have done theirs, raise if one of them failed."""
         failure, result = None, None
@@ -86,9 +94,10 @@ class Crew:
             result = work()
         except Exception as error:
             failure = error
-        reasons = self._reasons({0: str(failure) or repr(failure)} if failure else {})
+        mistake = isinstance(failure, UserMistake)  # as such on all trainers: nobody may retry it
+        reasons = self._reasons({int(mistake): str(failure) or repr(failure)} if failure else {})
         if reasons:
-            raise failure or MachineFault(reasons[0])
+            raise failure or (UserMistake(reasons[1]) if 1 in reasons else MachineFault(reasons[0]))
         return result
 
     def per_set(self, targets: Targets, work: Callable[[dict[int, str]], T]) -> T:

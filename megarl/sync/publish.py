@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -113,6 +114,7 @@ class WeightPublisher:
         Whatever was started before is finished first.
         """
         self.finish()
+        self._crew.muster()
         if self._config.sync.overlap:
             tensors = self._snapshot()
             self._pending = in_thread(lambda: self._publish(version, tensors, pause), "publish")
@@ -158,10 +160,11 @@ class WeightPublisher:
         self._crew.close()
 
     def _publish(self, version: str, tensors: Tensors, pause: Pause) -> PublishReport:
-        begun, lost = time.monotonic(), {}
+        begun, lost, failed_at = time.monotonic(), {}, None
         self._version, self._sums, self._digest = version, {}, ""
         while True:
-            engines, held = self._crew.from_zero(self._crew.together(lambda: self._wait_for_engines(begun)))
+            wait = partial(self._wait_for_engines, failed_at)
+            engines, held = self._crew.from_zero(self._crew.together(wait))
             if not engines:
                 break
             sets = self._new_sets(self._sets, engines)
@@ -174,6 +177,7 @@ class WeightPublisher:
             self._settle(targets)
             if targets.sets:
                 return self._report(targets.engines, sent, begun, paused_s, pause, lost)
+            failed_at = failed_at or time.monotonic()
         told = f"no engine has been up for {self._config.rollout.no_engine_timeout_s:.0f} s to publish weights to"
         raise MachineFault("; ".join([told, *dict.fromkeys(lost.values())]))
 
@@ -243,12 +247,12 @@ class WeightPublisher:
         self._next_set = max([self._next_set, *(one.number + 1 for one in sets)])
         return sets
 
-    def _wait_for_engines(self, begun: float) -> Found:
+    def _wait_for_engines(self, failed_at: float | None) -> Found:
         """On trainer 0: engines that answer, and the weights they hold; waits for one that is starting again.
 
-        None if it is too long since `begun` for another attempt: engines that come up and fail are no reason to go on.
+        None if the first attempt failed too long ago: engines that come up and fail again are no reason to go on.
         """
-        deadline = begun + self._config.rollout.no_engine_timeout_s
+        deadline = (failed_at or time.monotonic()) + self._config.rollout.no_engine_timeout_s
         if time.monotonic() > deadline:
             return [], {}
         while not (found := self._answering(lambda _: True))[0] and self._fleet and time.monotonic() < deadline:

@@ -15,7 +15,8 @@ from statistics import median
 from megarl.config.schema import GuardConfig
 from megarl.errors import MachineFault
 
-WATCHED = ("optim/grad_norm", "policy/loss", "policy/kl_old")
+# name -> what is never a spike: losses and KL of a policy that has not moved are 0 but for rounding
+WATCHED = {"optim/grad_norm": 1e-6, "policy/loss": 0.1, "policy/kl_old": 0.01}
 LEAST = 10  # values before any is judged
 DUMPS = 3  # in one life of the run: what follows a spike is often one
 
@@ -59,7 +60,7 @@ class Guard:
             return ""
         middle = median(seen)
         deviation = 1.4826 * median(abs(other - middle) for other in seen)
-        if value <= max(middle + self.config.spike * deviation, 2 * max(seen)):
+        if value <= max(WATCHED[name], middle + self.config.spike * deviation, 2 * max(seen)):
             return ""
         return f"{name} is {value:.3g}, the median of the last {len(seen)} optimizer steps is {middle:.3g}"
 

@@ -1,6 +1,7 @@
 """Leaders that go on sampling while steps are trained: who may begin what, and who takes it. Scripted engines."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ from rollout_parts import GENERATION, Stage, make_config
 from scripted_engine import ScriptedEngine
 
 from megarl.data.sample import version_number
+from megarl.rollout.course import Course
 from megarl.rollout.dispatch import Draws, wait_for_decision
 from megarl.rollout.ledger import Tickets
 from megarl.rollout.protocol import Completion, format_version
@@ -114,11 +116,49 @@ def test_hold_lets_what_is_under_way_end_and_nothing_begin():
         stage.dispatcher.open(0, format_version(GENERATION, 0))
         _until(lambda: engine.running == 3)
         stage.dispatcher.hold(stage.alive)
+        assert not wait_for_decision(stage.ear, stage.alive).joins
         begun = len(engine.requests)
         time.sleep(0.5)
         assert engine.running == 0 and len(engine.requests) == begun < 8
         decision, _ = stage.collect(0)
         assert len(decision.numbers) == 4
+
+
+def test_a_step_opens_when_its_weights_arrive_whatever_the_trainers_do():
+    """Its groups are taken from those sampled ahead before that; what may be under way does not grow by it."""
+    engine, arrived = ScriptedEngine(), threading.Event()
+    with Stage([engine], config=_config()) as stage:
+        course = Course(stage.ear, lambda: None, stage.dispatcher, stage.generators[0], lambda: None)
+        course.open(0, format_version(GENERATION, 0))
+        assert len(course.decide(0).numbers) == 4
+        _until(lambda: len(stage.generators[0]._kept) == 8)
+        course.open(1, format_version(GENERATION, 1), arrived.is_set)
+        assert len(course.decide(1).numbers) == 4
+        time.sleep(0.2)
+        assert len(engine.requests) == 8  # the engines have the old weights
+        stage.sync(format_version(GENERATION, 1))
+        arrived.set()
+        _until(lambda: len(engine.requests) == 12)  # no call of this thread is needed
+        time.sleep(0.2)
+        assert len(engine.requests) == 12
+
+
+def test_engines_that_come_up_get_weights_also_while_sampling_is_held():
+    engine = ScriptedEngine(delay_s=0.5)
+    joined = [True]
+    with Stage([engine], config=_config(groups_in_flight=1)) as stage:
+        dispatcher = stage.dispatcher
+        dispatcher._joined, dispatcher._asked_at = joined.pop, float("-inf")
+        dispatcher.open(0, format_version(GENERATION, 0))
+        _until(lambda: engine.running)
+        caught_up = []
+
+        def catch_up():
+            caught_up.append(engine.running)
+            dispatcher._joined = lambda: False
+
+        Course(stage.ear, catch_up, dispatcher, stage.generators[0], lambda: None).hold()
+        assert caught_up == [1] and engine.running == 0
 
 
 def test_an_aborted_answer_is_continued_from_where_it_was():

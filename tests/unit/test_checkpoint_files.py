@@ -99,6 +99,17 @@ def test_what_a_resumed_run_may_change():
                                   "checkpoint.keep", "pipeline.schedule", "batch.max_tokens", "optim.distributed")))
 
 
+def test_a_killed_replacement_is_put_back_and_damage_set_aside(tmp_path: Path):
+    write(tmp_path, 1, "one")
+    (tmp_path / "step_00000001").rename(tmp_path / ".replaced_00000001")  # killed between the two renames
+    files.recover(tmp_path)
+    assert [path.name for path in files.whole(tmp_path)] == ["step_00000001"]
+    write(tmp_path, 2, "two")
+    files.set_aside(tmp_path / "step_00000002")
+    write(tmp_path, 3, "three")  # what is set aside takes no place among those kept
+    assert [path.name[-1] for path in files.whole(tmp_path)] == ["1", "3"]
+
+
 def test_groups_come_back_as_they_were(tmp_path: Path):
     def prompt_at(position: int) -> Prompt:
         return Prompt(position, 1, position, "source", np.arange(3, dtype=np.int32), label=[1, "x"], text="t")
@@ -108,7 +119,9 @@ def test_groups_come_back_as_they_were(tmp_path: Path):
     second = Sample(Prompt(7, 1, 7, "source", np.arange(9, dtype=np.int32)), 0, 5, np.zeros(0, np.int32),
                     np.zeros(0, np.float32), "length", part=1, trained=np.zeros(0, bool),
                     advantages=np.zeros(0, np.float32), experts=np.arange(12, dtype=np.uint16).reshape(2, 3, 2))
+    first.text *= 100_000
     write_groups(tmp_path / "held", {5: Group(prompt_at(7), [first, second])})
+    assert int.from_bytes((tmp_path / "held").read_bytes()[:8], "little") < 2000  # the format bounds its header
     (number, group), = read_groups(tmp_path / "held", prompt_at).items()
     assert number == 5 and group.prompt.label == [1, "x"] and len(group.samples) == 2
     for ours, theirs in zip(group.samples, (first, second), strict=True):

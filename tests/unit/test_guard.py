@@ -76,3 +76,41 @@ def test_what_follows():
     with pytest.raises(MachineFault, match="loss is 7; its samples are in run/guard"):
         Guard(GuardConfig(action="stop")).raise_if_asked("loss is 7", "run/guard")
     Guard(GuardConfig(action="stop")).raise_if_asked("", "")
+
+
+def test_a_trainer_tells_keeps_the_samples_and_stops(tmp_path):
+    """The wiring: a leap is told, the step's samples are written for a replay, and the run ends if asked to."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from megarl.data.dump import read_parts
+    from megarl.data.ragged import SampleBatch
+    from megarl.data.sample import Group, Prompt, Sample
+    from megarl.trainer import Trainer
+
+    prompt = Prompt(4, 0, 4, "s", np.array([1, 2], np.int32))
+    sample = Sample(prompt, 0, 1, np.array([3], np.int32), np.array([-1.0], np.float32), "stop", reward=1.0)
+    said = []
+    trainer = SimpleNamespace(
+        guard=Guard(GuardConfig(action="stop")), run_dir=tmp_path, version="g:30", report=SimpleNamespace(say=said.append),
+        progress=SimpleNamespace(step=30), groups=SimpleNamespace(dp=0, layout=SimpleNamespace(data=1)),
+        taken=SimpleNamespace(local=SampleBatch.from_groups([Group(prompt, [sample])]), position=5, unfinished=(),
+                              metrics={}))
+    trainer._keep_samples = lambda: Trainer._keep_samples(trainer)
+    for number in range(20):
+        Trainer._guard(trainer, {"optim/grad_norm": 1 + 0.01 * (number % 3), "policy/loss": 0.0, "policy/kl_old": 0.0})
+    assert not said
+    with pytest.raises(MachineFault, match="optim/grad_norm is 40"):
+        Trainer._guard(trainer, {"optim/grad_norm": 40.0, "policy/loss": 0.0, "policy/kl_old": 0.0})
+    assert said == ["warning: step 31: optim/grad_norm is 40, the median of the last 20 optimizer steps is 1.01"]
+    (part,) = read_parts(tmp_path / "guard", 31, 0, 1)
+    assert part.samples.position.tolist() == [4]
+
+
+def test_what_is_0_but_for_rounding_is_no_spike():
+    guard = Guard(GuardConfig())
+    for _ in range(20):
+        assert not guard.judge({"policy/kl_old": 0.0, "policy/loss": 1e-9})
+    assert not guard.judge({"policy/kl_old": 1e-6, "policy/loss": 1e-3})
+    assert "policy/kl_old" in guard.judge({"policy/kl_old": 0.5})
