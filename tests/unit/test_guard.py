@@ -93,7 +93,8 @@ def test_a_trainer_tells_keeps_the_samples_and_stops(tmp_path):
     sample = Sample(prompt, 0, 1, np.array([3], np.int32), np.array([-1.0], np.float32), "stop", reward=1.0)
     said = []
     trainer = SimpleNamespace(
-        guard=Guard(GuardConfig(action="stop")), run_dir=tmp_path, version="g:30", report=SimpleNamespace(say=said.append),
+        guard=Guard(GuardConfig(action="stop")), run_dir=tmp_path, version="g:30",
+        report=SimpleNamespace(say=said.append),
         progress=SimpleNamespace(step=30), groups=SimpleNamespace(dp=0, layout=SimpleNamespace(data=1)),
         taken=SimpleNamespace(local=SampleBatch.from_groups([Group(prompt, [sample])]), position=5, unfinished=(),
                               metrics={}))
