@@ -37,8 +37,10 @@ class Team:
             yield cls()
             return
         dist.init_process_group("gloo", timeout=datetime.timedelta(hours=6))  # others' shares may take longer
-        yield cls(dist.get_rank(), size)
-        dist.destroy_process_group()
+        try:
+            yield cls(dist.get_rank(), size)
+        finally:  # also after an error that all agreed on: gloo's threads abort a process that ends without this
+            dist.destroy_process_group()
 
     def each(self, work: Callable[[], T]) -> T:
         """Do `work` on all of them; returns this one's result.
