@@ -109,6 +109,7 @@ def gradients(layout: Layout, folder: Path, schedule: str = "1f1b", planned: boo
     mine = batches(layout, groups.dp, hf.vocab)
     stats = executor.train(mine, loss_fn, schedule)
     optimizer.finish_gradients()
+    optimizer.inner.prepare_grads()  # where the norm is taken from
     norm = optimizer.inner.get_grad_norm()
     forward = executor.forward(mine, loss_fn, schedule)
     for chunk in chunks:
@@ -149,7 +150,7 @@ def test_gradients_equal_one_process(worlds, case):
     assert largest > 1e-3
     seen = []
     for found in ranks:
-        assert found["norm"] == pytest.approx(one["norm"], rel=1e-6)
+        assert found["norm"] == pytest.approx(one["norm"], rel=1e-6) and one["norm"] > 1e-2
         assert found["forward"] == found["losses"]
         for number, loss in found["losses"].items():
             place = found["dp"] + number * layout.data
