@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 from good_config import MODEL, write_good
 
 from megarl.config.__main__ import main as config_main
@@ -81,9 +82,13 @@ CHECKED = {  # what `python -m megarl.config check` finds
     "unknown section": Case(["config.yaml:", "optimizer: unknown key; did you mean optim?"],
                             spoil=add_line("optimizer:\n  lr: 1\n")),
     "wrong type": Case(["override: batch.minibatches: 'two' is not a whole number above 0"], ["batch.minibatches=two"]),
-    "missing section": Case(["config.yaml: reward: is missing (how a sample is scored); give a section"],
-                            spoil=lambda f: write("config.yaml", (f / "config.yaml").read_text()
-                                                  .replace("reward:\n  terms:\n  - name: exact\n", ""))(f)),
+    "nothing scores": Case(["reward.terms: no reward term applies to the data source 'train'", "add a term"],
+                           spoil=lambda f: write("config.yaml", (f / "config.yaml").read_text()
+                                                 .replace("reward:\n  terms:\n  - name: exact\n", ""))(f)),
+    "missing section": Case(["config.yaml: data: is missing (training prompts); give a section"],
+                            spoil=lambda f: write("config.yaml", yaml.safe_dump(
+                                {key: value for key, value in yaml.safe_load((f / "config.yaml").read_text()).items()
+                                 if key != "data"}))(f)),
     "key twice": Case(["config.yaml:", "optim stands here and in line"], spoil=add_line("optim:\n  lr: 1\n")),
     "not YAML": Case(["config.yaml:", "not YAML"], spoil=add_line("run: [\n")),
     "no config": Case(["F/config.yaml: cannot be read: No such file or directory"], spoil=remove("config.yaml")),
@@ -102,7 +107,7 @@ CHECKED = {  # what `python -m megarl.config check` finds
     "world too small": Case(["cluster.trainers: 2 trainers + 1 rollouts = 3 ranks, but WORLD_SIZE is 2"],
                             environ={"WORLD_SIZE": "2"}),
     "no model": Case(["model.path: F/model is not a directory"], spoil=remove("model")),
-    "unknown family": Case(["model family 'mamba' is not known", "known families: llama"],
+    "unknown family": Case(["model family 'mamba' is not known", "known families: deepseek_v3, glm4_moe, llama"],
                            spoil=write("model/config.json", json.dumps({**MODEL, "model_type": "mamba"}))),
     "shard missing": Case(["model.path: F/model/model-00002-of-00002.safetensors is not there"],
                           spoil=remove("model/model-00002-of-00002.safetensors")),
