@@ -120,43 +120,6 @@ class Meeting:
             here = self._store.add(str(self._turn), 0)
 
 
-class Muster:
-    """A barrier with a time limit that says who is missing, before what nobody should begin alone (a weight update).
-
-    gloo's `monitored_barrier` does this for groups of gloo; here any trainers meet, over the control store. Called by
-    all of them, the same number of times, from one thread of each.
-
-    Args:
-        store: the control store.
-        rank, trainers: this trainer, and how many come.
-        what: that they come for, for the message.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, trainers: int, what: str) -> None:
-        self._store, self._rank, self._trainers = dist.PrefixStore(f"muster/{what}", store.clone()), rank, trainers
-        self._what, self._turn = what, 0
-
-    def __call__(self, timeout_s: float) -> None:
-        """Return when all have come.
-
-        Raises:
-            MachineFault: some have not within `timeout_s`; names them.
-            torch.distributed.DistError: the control store is gone.
-        """
-        self._turn += 1
-        begun = time.monotonic()
-        self._store.set(f"{self._turn}/{self._rank}", "")
-        here = self._store.add(str(self._turn), 1)
-        while here < self._trainers:
-            waited = time.monotonic() - begun
-            if waited > timeout_s:
-                missing = [rank for rank in range(self._trainers) if not self._store.check([f"{self._turn}/{rank}"])]
-                raise MachineFault(f"trainer{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not come to "
-                                   f"{self._what} within {timeout_s:g} s")
-            time.sleep(min(max(waited / 50, 0.002), 0.25))
-            here = self._store.add(str(self._turn), 0)
-
-
 def own_address(towards: str, one_host: bool = True) -> str:
     """The address of the interface by which this host reaches `towards` (loopback where that is this host).
 

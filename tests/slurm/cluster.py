@@ -18,6 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from interfere import no_namespaces
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
 CPUS, MEMORY_MB = 8, 8000  # what a node says it has
 _CONF = """
@@ -63,12 +65,7 @@ def why_not() -> str:
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"no {', '.join(missing)} here; on Debian: apt-get install slurm-wlm munge iproute2"
-    name = f"mgtry{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"network namespaces cannot be made here: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return ""
+    return no_namespaces()
 
 
 class Cluster:
