@@ -13,13 +13,13 @@ from megarl.errors import UserMistake
 
 
 class CollapseAlarm:
-    """Watches the loads of a run's optimizer steps.
+    """Watches the loads of a run's optimizer steps, each by the tokens of its own forwards.
 
     Args:
         config: when it sounds and what it does.
 
     Attributes:
-        low: steps in a row in which a layer has been below the bound, since the alarm last did something.
+        low: optimizer steps in a row in which a layer has been below the bound, since the alarm last did something.
         factor: by which balance.coefficient has been multiplied.
         frozen: whether the routers have been stopped from learning.
     """

@@ -38,7 +38,9 @@ class Minibatch:
         trained_tokens: response tokens that are trained on, over all ranks.
         plan: of the packing.
         schedule, bubble: name of the pipeline schedule, and the fraction of time it is expected to wait.
-        loads: per chunk of this rank, where the routers sent the minibatch's tokens; empty for a dense model.
+        loads: per chunk of this rank, where the routers sent the minibatch's tokens when the old log-probs were filled
+            in; empty for a dense model.
+        routed: the same in the forwards of its last optimizer step.
         stats: per micro-batch what the objective measured; None off the last stage.
     """
 
@@ -50,6 +52,7 @@ class Minibatch:
     schedule: str
     bubble: float
     loads: list[Load] = field(default_factory=list)
+    routed: list[Load] = field(default_factory=list)
     stats: list[dict[str, torch.Tensor] | None] = field(default_factory=list)
 
 

@@ -102,12 +102,14 @@ def move_bias(chunks: Sequence[PolicyChunk], counted: Sequence[Load], rate: floa
 
 
 def statistics(chunks: Sequence[PolicyChunk], counted: Sequence[Load], groups: Groups,
-               real_tokens: int) -> dict[str, float]:
+               real_tokens: int, old: Sequence[Load] | None = None) -> dict[str, float]:
     """Losses and loads of the experts in an optimizer step, the same on every trainer; {} for a dense model.
 
     Args:
         counted: per chunk of this rank, where the routers sent the step's tokens.
         real_tokens: of the step, prompts included.
+        old: the same of the pass that filled in the old log-probs, whose disagreement with a replay is told; None:
+            that of `counted`.
     Returns:
         moe/balance_loss and moe/z_loss (with their coefficients); by layer moe/load_max/<layer>, the busiest expert's
         share of tokens over its fair share, and moe/load_entropy/<layer>, 1 if all experts get as many; the worst of
@@ -122,8 +124,8 @@ def statistics(chunks: Sequence[PolicyChunk], counted: Sequence[Load], groups: G
     dist.all_reduce(losses)
     layers = chunks[0].hf.moe_layers
     busiest, entropy, compared, differing = _by_layer(chunks, [torch.stack((
-        load.fractions.max(-1).values * load.counts.size(-1), load.entropy, load.compared, load.differing))
-        for load in counted], groups).tolist()
+        load.fractions.max(-1).values * load.counts.size(-1), load.entropy, first.compared, first.differing))
+        for load, first in zip(counted, counted if old is None else old, strict=True)], groups).tolist()
     values = {"moe/balance_loss": float(losses[0]), "moe/z_loss": float(losses[1]), "moe/load_max": max(busiest),
               "moe/load_entropy": min(entropy)}
     for layer, most, even, tokens, others in zip(layers, busiest, entropy, compared, differing, strict=True):

@@ -90,12 +90,11 @@ class Policy:
 
         Raises:
             MachineFault: the gradient norm is not finite.
-            UserMistake: a layer's load has collapsed and moe.collapse.action is stop.
+            UserMistake: as `gradients`.
         """
         if not minibatch.trained_tokens:
             self._executor.spans = []
             return {"optim/skipped": 1.0}
-        self._watch_collapse(minibatch)
         self.gradients(minibatch, timed or self.pace.is_timing)
         self.pace.learn(self.spans, minibatch.schedule, minibatch.plan)
         return self.step(minibatch)
@@ -106,8 +105,8 @@ class Policy:
         self._act_on_collapse()
 
     def _watch_collapse(self, minibatch: Minibatch) -> None:
-        if minibatch.loads and self.config.moe.collapse.entropy:
-            if found := self.collapse.judge(experts.entropies(self.chunks, minibatch.loads, self.groups)):
+        if minibatch.routed and self.config.moe.collapse.entropy:
+            if found := self.collapse.judge(experts.entropies(self.chunks, minibatch.routed, self.groups)):
                 self.news.append(f"moe.collapse: {found}")
             self._act_on_collapse()
 
@@ -119,21 +118,30 @@ class Policy:
             self.optimizer.set_router_lr(0.0)
 
     def gradients(self, minibatch: Minibatch, timed: bool = False) -> None:
-        """Forward and backward of all micro-batches, gradients reduced; statistics stay with `minibatch`."""
+        """Forward and backward of all micro-batches, gradients reduced; statistics stay with `minibatch`.
+
+        The alarm for collapsed loads looks at these forwards, in time for frozen routers to have no gradients.
+
+        Raises:
+            UserMistake: a layer's load has collapsed and moe.collapse.action is stop.
+        """
         for chunk, load in zip(self.chunks, minibatch.loads, strict=bool(minibatch.loads)):
             chunk.routers.set_step(load.fractions, minibatch.real_tokens)
         self.optimizer.zero_grad()
         with experts.counting(self.chunks, experts.TRAINING[self.config.moe.replay]):
             minibatch.stats = self._executor.train(minibatch.batches, self._loss, minibatch.schedule, timed)
+        minibatch.routed = experts.loads(self.chunks, self._stage_peers)
+        self._watch_collapse(minibatch)
         self.optimizer.finish_gradients()
 
     def step(self, minibatch: Minibatch) -> dict[str, float]:
         """Clip and apply the gradients; returns the statistics of the minibatch."""
         norm = self.optimizer.step()
         if rate := self.config.model.balance.bias_rate:
-            experts.move_bias(self.chunks, experts.loads(self.chunks, self._stage_peers), rate)
+            experts.move_bias(self.chunks, minibatch.routed, rate)
         stats = across.policy_statistics(minibatch.stats, self.groups, self.config.rollout.max_lag + 1)
-        stats |= experts.statistics(self.chunks, minibatch.loads, self.groups, minibatch.real_tokens)
+        stats |= experts.statistics(self.chunks, minibatch.routed, self.groups, minibatch.real_tokens,
+                                    minibatch.loads)
         return stats | {"optim/grad_norm": norm, "optim/lr": self.optimizer.lr, "optim/skipped": 0.0}
 
     def _logprobs(self, hidden_tbh: torch.Tensor, chunk: PolicyChunk, batch: PackedBatch

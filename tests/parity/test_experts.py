@@ -148,7 +148,31 @@ def alarms(path: str, groups: Any) -> dict[str, Any]:
     resumed = make_policy(path, settings(path, Layout(1), moe=raising), groups)
     resumed.resume_collapse({"low": 1, "factor": 6.0, "frozen": 0.0})
     found["resumed"] = resumed.chunks[0].routers.coefficient / resumed.config.model.balance.coefficient
+    found["passes"] = {first: _passes(path, groups, collapsed_first=first) for first in (True, False)}
     return found
+
+
+def _passes(path: str, groups: Any, collapsed_first: bool) -> tuple[list[float], list[int]]:
+    """Entropy and `low` at three updates on the same samples, the loads collapsed in the first one or in the others.
+
+    Routers of zeros send all tokens to the same experts.
+    """
+    policy = make_policy(path, settings(path, Layout(1), moe={"collapse": {"entropy": 0.6, "steps": 5}}), groups)
+    routers = [(router.weight.data, router.weight.data.clone()) for chunk in policy.chunks
+               for router in chunk.router_modules()]
+
+    def collapse(now: bool) -> None:
+        for weight, start in routers:
+            weight.copy_(start * (not now))
+
+    collapse(collapsed_first)
+    minibatch = make_experience(path, policy).minibatches[0]
+    stats, low = [], []
+    for number in range(3):
+        collapse(collapsed_first == (number == 0))
+        stats.append(policy.update(minibatch)["moe/load_entropy"])
+        low.append(policy.collapse.low)
+    return stats, low
 
 
 def disagreement(path: str, groups: Any) -> dict[str, Any]:
@@ -244,16 +268,17 @@ def test_bias_is_the_same_on_every_layout(folder: Path, single: dict[str, Any]) 
 
 
 def test_load_entropy_by_hand(single: dict[str, Any]) -> None:
-    """In the first update the weights are still those of the old pass, whose loads are reported."""
-    update = single["bias"]["updates"][0]
-    for layer, counts in update["counts"].items():
-        shares = np.array(counts) / sum(counts)
-        entropy = -sum(share * math.log(share) for share in shares if share) / math.log(EXPERTS)
-        assert update["stats"][f"moe/load_entropy/{layer}"] == pytest.approx(entropy, abs=1e-12)
-        assert update["stats"][f"moe/load_max/{layer}"] == pytest.approx(shares.max() * EXPERTS, abs=1e-12)
-    assert "moe/load_entropy/1" not in update["stats"], "layer 1 is dense"
-    assert update["stats"]["moe/load_entropy"] == min(
-        value for key, value in update["stats"].items() if key.startswith("moe/load_entropy/"))
+    """Of each update's own forwards, also where an earlier one has moved weights and biases."""
+    assert len(single["bias"]["updates"]) > 2
+    for update in single["bias"]["updates"]:
+        for layer, counts in update["counts"].items():
+            shares = np.array(counts) / sum(counts)
+            entropy = -sum(share * math.log(share) for share in shares if share) / math.log(EXPERTS)
+            assert update["stats"][f"moe/load_entropy/{layer}"] == pytest.approx(entropy, abs=1e-12)
+            assert update["stats"][f"moe/load_max/{layer}"] == pytest.approx(shares.max() * EXPERTS, abs=1e-12)
+        assert "moe/load_entropy/1" not in update["stats"], "layer 1 is dense"
+        assert update["stats"]["moe/load_entropy"] == min(
+            value for key, value in update["stats"].items() if key.startswith("moe/load_entropy/"))
 
 
 def test_router_rates(single: dict[str, Any]) -> None:
@@ -277,19 +302,27 @@ def test_router_rates(single: dict[str, Any]) -> None:
 
 
 def test_the_alarm_acts(single: dict[str, Any]) -> None:
-    """Two updates with uneven loads in a row; what is done acts on the second one already."""
+    """Two updates with uneven loads in a row: routers are frozen in the second already, the loss grows in the third."""
     found = single["alarm"]
     warned, raised, frozen = (found[action] for action in ("warn", "raise", "freeze"))
     assert [len(found[action]["stats"]) for action in ("warn", "raise", "freeze", "stop")] == [3, 3, 3, 1]
     assert len(warned["news"]) == len(raised["news"]) == len(frozen["news"]) == 1
     assert "4 layers with uneven load for 2 optimizer steps" in warned["news"][0] and "moe.collapse" in found["stopped"]
     losses = [[one["moe/balance_loss"] for one in run["stats"]] for run in (warned, raised)]
-    assert losses[1][0] == losses[0][0] and losses[1][1] == pytest.approx(3 * losses[0][1], rel=1e-5)
+    assert losses[1][:2] == losses[0][:2] and losses[1][2] == pytest.approx(3 * losses[0][2], rel=1e-5)
     assert raised["state"]["factor"] == 3.0 and found["resumed"] == 6.0
     for name in frozen["routers"][0]:
         first, second, third = (routers[name] for routers in frozen["routers"])
         assert torch.equal(first, second) and torch.equal(second, third)
         assert torch.equal(first, warned["routers"][0][name]) and not torch.equal(second, warned["routers"][1][name])
+    assert frozen["stats"][1]["optim/grad_norm"] < warned["stats"][1]["optim/grad_norm"]  # without the routers
+
+
+def test_the_alarm_judges_each_update_by_its_own_loads(single: dict[str, Any]) -> None:
+    """Several passes over the same samples are several optimizer steps, each with routers of its own."""
+    for collapsed_first, lows in ((True, [1, 0, 0]), (False, [0, 1, 2])):
+        entropies, low = single["alarm"]["passes"][collapsed_first]
+        assert [entropy < 0.6 for entropy in entropies] == [bool(one) for one in lows] and low == lows
 
 
 def test_disagreement_by_hand(single: dict[str, Any]) -> None:
