@@ -68,6 +68,41 @@ class Count:
         EVENTS.append("closed")
 
 
+class _Odd:
+    """Says what no chat template takes, or is no environment at all."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        if what == "tools":
+            self.tools = ["add"]
+        if what == "finish":
+            self.finish = self._finish
+
+    async def reset(self, task: Task) -> Any:
+        unnamed = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+        return [unnamed, *task.messages] if self._what == "call" else None
+
+    def step(self, action: Action) -> Any:
+        if self._what == "sync":
+            raise ValueError("it is not awaited")
+        return self._step()
+
+    async def _step(self) -> Any:
+        said = {"parts": {"role": "user", "content": ["x"]}, "bytes": {"role": "user", "content": b"x"},
+                "json": {"role": "assistant", "content": "", "tool_calls": [
+                    {"type": "function", "function": {"name": "add", "arguments": "{"}}]},
+                "half": "half of a character: \ud83d"}
+        return Step(said.get(self._what, "go on"), 1.0)
+
+    def _finish(self) -> float:
+        raise ValueError("no end")
+
+
+def odd(what: str) -> _Odd:
+    """A factory: what it makes is not looked at before the run."""
+    return _Odd(what)
+
+
 async def chatty(client: Any, task: Task, *, turns: int = 2, reward: float | None = 0.5, text: str = "",
                  stop: Any = ()) -> Any:
     """A plain function that talks in process."""

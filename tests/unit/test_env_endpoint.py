@@ -109,11 +109,26 @@ def test_models() -> None:
     ({"messages": USER, "logprobs": True}, "logprobs=True is not supported"),
     ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format="),
     ({"messages": USER, "tool_choice": "required"}, "tool_choice='required' is not supported"),
-    ({"messages": USER, "max_tokens": 0.5}, "max_tokens=0.5 is no number")])
+    ({"messages": USER, "max_tokens": 0.5}, "max_tokens=0.5 is no number"),
+    ({"messages": USER, "max_completion_tokens": 0}, "max_tokens=0 is no number"),
+    (b"[" * 10**5, "not JSON"), ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "of type text"),
+    *[({"messages": USER, "stop": stop}, "stop=") for stop in ("", 5, [""], [1], {"a": 1})],
+    ({"messages": USER, "tools": "add"}, "tools='add' is of another form"),
+    ({"messages": USER, "tools": [1]}, "messages or tools are of another form"),
+    ({"messages": USER, "stream": True, "stream_options": "usage"}, "stream_options='usage' is of another form"),
+    *[({"messages": [*USER, {"role": "assistant", "tool_calls": calls}]}, "messages or tools are of another form")
+      for calls in ("add", [1], [{"id": "1"}], [{"function": {"name": "add", "arguments": "{"}}])]])
 def test_what_cannot_be_had_is_refused(body: Any, told: str) -> None:
     [(status, answer)], episode = talk(body)
     assert status == 400 and told in answer["error"]["message"]
     assert answer["error"]["type"] == "invalid_request_error" and episode.turns == []
+
+
+def test_halves_of_characters_pass() -> None:
+    half = {"model": "\ud83d", "messages": [{"role": "user", "content": "half \ud83d"}]}
+    answers, episode = talk(half, {**half, "stream": True}, speaker=speaking("one", "two"))
+    assert [status for status, _ in answers] == [200, 200] and "two" in answers[1][1]
+    assert len(episode.turns) == 2
 
 
 def test_a_key_of_no_episode() -> None:

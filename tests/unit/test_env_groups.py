@@ -117,6 +117,21 @@ def test_failures_are_counted_and_never_scored(fault: str, kind: str, told: str)
     assert report.dropped == 0 and [sample.reward for sample in group.samples] == [-1.0] * len(group.samples)
 
 
+@pytest.mark.parametrize("what, told", [
+    ("tools", "ValueError"), ("call", "KeyError: 'function'"), ("parts", "AttributeError"), ("bytes", "TypeError"),
+    ("json", "JSONDecodeError"), ("sync", "ValueError: it is not awaited"), ("finish", "ValueError: no end")])
+def test_odd_environments_fail_their_episodes_alone(what: str, told: str) -> None:
+    config = config_of("env_cases:odd", {"what": what}, retries=0, max_turns=2)
+    _, report, _ = make(config, Engines(), n=1)
+    assert report.failures == {("environment talk", "error"): 1} and told in report.describe()
+
+
+def test_halves_of_characters_are_read_as_the_mark_for_what_is_none() -> None:
+    group, report, _ = make(config_of("env_cases:odd", {"what": "half"}, max_turns=2), Engines(), n=1)
+    assert report.failed == 0 and [sample.reward for sample in group.samples] == [2.0]
+    assert "half of a character: \ufffd" in group.samples[0].text
+
+
 def test_an_attempt_that_failed_is_made_again_with_the_same_seed() -> None:
     engines = Engines()
     group, report, counts = make(config_of("env_cases:Count", {"fault": "raise", "times": 1}), engines, n=1)
@@ -257,6 +272,8 @@ def test_stop_strings_of_a_call_are_refused_where_answers_are_resumed() -> None:
     config = config_of("env_cases:chatty", {"stop": ["and"]}, retries=0)
     group, report, _ = make(config, Engines(), n=1, resumes=True)
     assert "stop is not supported with rollout.on_update: abort" in report.describe() and group.samples == []
+    _, report, _ = make(config_of("env_cases:chatty", {"stop": [""]}, retries=0), Engines(), n=1)
+    assert "stop=[''] is no string that is not empty" in report.describe()
     _, report, _ = make(config, Engines(), n=1)
     assert report.failed == 0
     _, report, _ = make(config_of("env_cases:chatty", retries=0), Engines(), n=1, resumes=True)

@@ -56,7 +56,9 @@ BROKEN = [
     ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```<｜tool▁call▁end｜>"),
     ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>"),
     ("glm", "<tool_call>add\n<arg_key>a</arg_key></tool_call>"),
-    ("glm", "<tool_call>\n</tool_call>")]
+    ("glm", "<tool_call>\n</tool_call>"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'),  # half of a character
+    ("llama3", '{"name": "add", "parameters": {"a": "\\ud83d"}}')]
 
 
 @pytest.mark.parametrize("form, text", BROKEN)
@@ -74,6 +76,17 @@ def test_a_broken_call_does_not_hide_the_others() -> None:
 def test_deeply_nested_text_breaks_nothing(depth: int) -> None:
     assert FORMATS["hermes"]("<tool_call>" + "[" * depth + "</tool_call>", ()).errors
     assert FORMATS["llama3"]('{"name": ' + "[" * depth, ()).errors
+    text = "[" * depth
+    (call,) = FORMATS["glm"](f"<tool_call>add<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>").calls
+    assert call.arguments == {"a": text}
+
+
+@pytest.mark.parametrize("tool", [
+    "add", {"function": None}, {"function": {}}, {"function": {"name": "add", "parameters": None}},
+    {"function": {"name": "add", "parameters": {"properties": {"a": True}}}}])
+def test_a_tool_without_a_schema_says_nothing_of_its_arguments(tool: object) -> None:
+    text = "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert FORMATS["glm"](text, [tool]).calls == (ToolCall("add", {"a": 1}),)
 
 
 def test_the_form_is_found_in_the_template() -> None:

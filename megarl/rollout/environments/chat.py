@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from megarl.errors import UserMistake
 from megarl.rollout.environments.tools import FORMATS, Parsed, detect, plain
 
 Message = dict[str, Any]
+LONE = re.compile("[\ud800-\udfff]")  # halves of a character, as some tools' output has them: no tokenizer takes them
 MARK = "megarl-mark-0f5c"  # stands for a reply where only what the template writes around it is wanted
 
 
@@ -197,9 +199,10 @@ class Chat:
         import jinja2  # what transformers renders templates with
 
         try:
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 [_for_template(message) for message in messages], tools=list(tools) or None, tokenize=False,
                 add_generation_prompt=opening, **self._options)
+            return LONE.sub("\ufffd", text)
         except (jinja2.TemplateError, TypeError) as error:
             raise Refused(f"the chat template refuses the conversation: {error}") from error
 

@@ -129,7 +129,7 @@ class Endpoint:
 async def _json(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _Wrong(400, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise _Wrong(400, "the body must be a JSON object")
@@ -140,14 +140,15 @@ async def _ask(episode: Episode, body: dict[str, Any]) -> Reply:
     for name, neutral in _NEUTRAL.items():
         if body.get(name) not in neutral:
             raise _Wrong(400, f"{name}={body[name]!r:.80} is not supported")
-    tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    stop = body.get("stop") or []
+    tools = [] if body.get("tool_choice") == "none" else _optional(body, "tools", list) or []
+    _optional(body, "stream_options", dict)
+    limit = next((body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None), None)
+    stop = [] if body.get("stop") is None else body["stop"]
     if limit is not None and (type(limit) is not int or limit < 1):
         raise _Wrong(400, f"max_tokens={limit!r:.80} is no number of tokens")
     try:
         return await episode.ask([_message(one) for one in _list(body, "messages")], tools, max_tokens=limit,
-                                 stop=[stop] if isinstance(stop, str) else stop)
+                                 stop=stop)
     except NoRoom as full:
         raise _Wrong(400, str(full), "context_length_exceeded") from full
     except Refused as refused:
@@ -162,13 +163,20 @@ def _list(body: dict[str, Any], name: str) -> list[Any]:
     return body[name]
 
 
+def _optional(body: dict[str, Any], name: str, kind: type) -> Any:
+    if not isinstance(body.get(name), kind | None):
+        raise _Wrong(400, f"{name}={body[name]!r:.80} is of another form")
+    return body.get(name)
+
+
 def _message(message: Any) -> Message:
     """A message with its content as one text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _Wrong(400, f"{message!r:.80} is not a chat message")
     content = message.get("content")
     if isinstance(content, list):
-        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+        if any(not isinstance(part, dict) or part.get("type") != "text"
+               or not isinstance(part.get("text"), str) for part in content):
             raise _Wrong(400, "only content of type text is supported")
         content = "".join(part["text"] for part in content)
     return {**message, "content": content or ""}
@@ -204,7 +212,7 @@ async def _stream(request: web.Request, answer: dict[str, Any], reply: Reply, us
     if usage:
         chunks.append({"choices": [], "usage": _usage(reply)})
     for chunk in chunks:
-        text = json.dumps({**answer, "object": "chat.completion.chunk", **chunk}, ensure_ascii=False)
+        text = json.dumps({**answer, "object": "chat.completion.chunk", **chunk})
         await response.write(f"data: {text}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()

@@ -20,7 +20,7 @@ import numpy as np
 
 from megarl.data.sample import Prompt, Sample, sample_seed
 from megarl.errors import MegarlError
-from megarl.rollout.environments.chat import Chat, Message, Rendered, Said
+from megarl.rollout.environments.chat import Chat, Message, Refused, Rendered, Said
 from megarl.rollout.environments.protocol import Action, NoRoom
 from megarl.rollout.protocol import Completion
 
@@ -197,27 +197,32 @@ class Episode:
         self.prompt_tokens = self.cached_tokens = self.tool_calls = self.tool_errors = 0
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, max_tokens: int | None = None,
-                  stop: Sequence[str] = ()) -> Reply:
+                  stop: str | Sequence[str] = ()) -> Reply:
         """The model's reply to a conversation.
 
         Args:
             messages: the whole conversation, oldest first.
             tools: definitions that the model may call.
             max_tokens: to sample at most; what the limits leave if not given.
-            stop: further stop strings.
+            stop: further stop strings; or one.
         Raises:
             NoRoom: the limits leave no token, or no further call; or the episode ended before the reply was there.
-            Refused: the chat template does not take the messages, or the run no stop strings.
+            Refused: messages, tools or stop strings are none, the chat template does not take them, or the run no
+                stop strings.
             EnginesFailed: no engine answered.
             UserMistake, MachineFault: as the engines raise them; the run ends.
         """
+        stop = _stops(stop)
         if self.ended:
             raise NoRoom("the episode has ended")
         if self._calls == self._limits.turns:
             self.cut = True
             raise NoRoom(f"the model was asked {self._calls} times, which is the limit")
         messages, tools = list(messages), list(tools)
-        node, prompt, goes_on = self._prompt(messages, tools)
+        try:
+            node, prompt, goes_on = self._prompt(messages, tools)
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise Refused(f"messages or tools are of another form: {type(error).__name__}: {error}") from error
         piece = self.pieces[node.piece] if goes_on else Piece(prompt.ids)
         context = prompt.ids[len(piece.prompt_ids) + piece.response_tokens:]
         room = min(self._limits.total - len(prompt.ids), self._limits.turn, max_tokens or self._limits.turn,
@@ -226,7 +231,7 @@ class Episode:
             self.cut = True
             raise NoRoom(f"a conversation of {len(prompt.ids)} tokens leaves no room for a reply")
         self._calls += 1
-        ask = Ask(prompt.ids, sample_seed(self._seed, self._calls - 1, 0), room, tuple(stop),
+        ask = Ask(prompt.ids, sample_seed(self._seed, self._calls - 1, 0), room, stop,
                   f"{self.name}/{self._calls - 1}")
         if goes_on:
             node.free = False
@@ -305,6 +310,13 @@ class Episode:
                                 decode(ids.tolist()), versions, part=part, trained=None if trained.all() else trained,
                                 experts=piece.experts))
         return found
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(one, str) and one for one in stops):
+        raise Refused(f"stop={stop!r:.80} is no string that is not empty, and no list of such")  # engines would too
+    return tuple(stops)
 
 
 def _heard(message: Message) -> str:

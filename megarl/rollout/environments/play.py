@@ -9,7 +9,7 @@ import math
 import traceback
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.config.rollout import CLOSE_S
 from megarl.errors import MegarlError
@@ -19,6 +19,7 @@ from megarl.rollout.environments.load import Bound
 from megarl.rollout.environments.protocol import Message, NoRoom, Step, Task, as_messages
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LINES = 3  # of a traceback that a report tells
 
@@ -46,7 +47,7 @@ class Client:
     _episode: Episode
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, max_tokens: int | None = None,
-                   stop: Sequence[str] = ()) -> Reply:
+                   stop: str | Sequence[str] = ()) -> Reply:
         """The model's reply to a conversation, without HTTP; see `Episode.ask`.
 
         A reward for the turn may be set: `reply.turn.reward = 0.5`.
@@ -64,7 +65,7 @@ async def play(bound: Bound, episode: Episode, task: Task, client: Client) -> st
         UserMistake, MachineFault: the engines are at fault, or refuse a request; also if the user's code caught it.
     """
     run = _function(bound, episode, task, client) if bound.plain else _object(bound, episode, task)
-    work = asyncio.ensure_future(run)
+    work = asyncio.ensure_future(_user(run))  # whatever is odd in what the environment gives is its episode's affair
     try:
         await _until(work, episode, bound.config.timeout_s)
         late = not work.done()
@@ -162,7 +163,7 @@ async def _made(bound: Bound) -> Any:
     return await environment if inspect.isawaitable(environment) else environment
 
 
-async def _user(call: Awaitable[Any], told: tuple[type[Exception], ...] = ()) -> Any:
+async def _user(call: Awaitable[T], told: tuple[type[Exception], ...] = ()) -> T:
     """Await the user's code; what it raises becomes Failed, but for the kinds `told` and megarl's own.
 
     Also SystemExit: asyncio would end the event loop with it, and everybody else's episodes.

@@ -121,18 +121,16 @@ def glm(text: str, tools: Sequence[dict[str, Any]] = ()) -> Parsed:
 
     A value is text where the tool's schema says string, else JSON; without a schema, JSON if it can be read as such.
     """
-    types = {tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
-             for tool in tools if "function" in tool}
-
     def read(block: str) -> ToolCall:
         name = block.partition("<arg_key>")[0].strip()
-        arguments, schema = {}, types.get(name, {})
+        arguments, schema = {}, next((_at(tool, "function", "parameters", "properties") for tool in tools
+                                      if _at(tool, "function", "name") == name), None)
         rest = block[block.find("<arg_key>"):] if "<arg_key>" in block else ""
         pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", rest, re.DOTALL)
         if rest.count("<arg_key>") != len(pairs):
             raise Malformed("an <arg_key> has no <arg_value>")
         for key, value in pairs:
-            arguments[key.strip()] = _typed(value, schema.get(key.strip(), {}).get("type"))
+            arguments[key.strip()] = _typed(value, _at(schema, key.strip(), "type"))
         return _named(name, arguments)
 
     return _blocks(text, "<tool_call>", "</tool_call>", read)
@@ -194,15 +192,26 @@ def _named(name: Any, arguments: Any) -> ToolCall:
         raise Malformed("it has no name")
     if not isinstance(arguments, dict):
         raise Malformed("its arguments are not an object")
+    try:  # whether it can be written again: halves of characters (\ud83d) cannot, nor what is nested too deeply
+        json.dumps([name, arguments], ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Malformed(str(error)) from error
     return ToolCall(name.strip(), arguments)
+
+
+def _at(value: Any, *keys: str) -> Any:
+    """What lies in nested objects; None where there is nothing of the kind."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def _typed(value: str, kind: Any) -> Any:
     if kind == "string":
         return value
     try:
-        return json.loads(value)
-    except ValueError:
+        return _json(value)
+    except Malformed:
         return value
 
 
