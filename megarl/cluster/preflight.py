@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from statistics import median
+from statistics import median, median_low
 
 # Errors of the hardware, link or driver; others (13, 31, 43, 45 ...) are mostly a program's own.
 # https://docs.nvidia.com/deploy/xid-errors
@@ -37,7 +37,7 @@ class Floors:
         disk_mbps: of writing to the run directory, MB/s.
         memory_gb: free memory of the host.
         device_free: free part of each device's memory: another process may have the rest.
-        skew_s: from the first node's clock.
+        skew_s: from the usual clock: the median; of two nodes, the first one's.
     """
 
     gemm_ratio: float = 0.8
@@ -90,6 +90,9 @@ def judge(reports: Mapping[str, Report | None], floors: Floors) -> dict[str, lis
     speeds = [speed for report in present.values() for speed in report.gemm]
     typical = median(speeds) if speeds else 0.0
     devices = _most([len(report.gemm) for report in present.values()])
+    # the first node, against which clocks and files are compared, may be the bad one
+    clock = median_low(report.skew_s for report in present.values()) if len(present) > 2 else 0.0
+    elsewhere = 2 * sum(not report.sees_folder for report in present.values()) > len(present)
     for name, report in present.items():
         tell = found[name].append
         for problem in report.problems:
@@ -104,12 +107,12 @@ def judge(reports: Mapping[str, Report | None], floors: Floors) -> dict[str, lis
                 tell(f"device {number} has {free:.0%} of its memory free")
         if report.disk_mbps < floors.disk_mbps:
             tell(f"writes {report.disk_mbps:.0f} MB/s to the run directory")
-        if not report.sees_folder:
+        if report.sees_folder == elsewhere:
             tell("does not see the other nodes' files in the run directory")
         if report.memory_gb < floors.memory_gb:
             tell(f"{report.memory_gb:.1f} GB of memory free")
-        if abs(report.skew_s) > floors.skew_s:
-            tell(f"its clock is {report.skew_s:+.1f} s off the first node's")
+        if abs(report.skew_s - clock) > floors.skew_s:
+            tell(f"its clock is {report.skew_s - clock:+.1f} s off the other nodes'")
         for what in sorted({name for other in present.values() for name in other.versions}):
             usual = _most([other.versions.get(what, "none") for other in present.values()])
             if (own := report.versions.get(what, "none")) != usual:

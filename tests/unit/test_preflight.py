@@ -42,7 +42,7 @@ def test_each_node_has_two_partners(nodes: int):
     ({"device_free": [0.99, 0.4]}, ["device 1 has 40% of its memory free"]),
     ({"disk_mbps": 3.0}, ["writes 3 MB/s to the run directory"]),
     ({"memory_gb": 0.5}, ["0.5 GB of memory free"]),
-    ({"skew_s": -3.0}, ["its clock is -3.0 s off the first node's"]),
+    ({"skew_s": -3.0}, ["its clock is -3.0 s off the other nodes'"]),
     ({"sees_folder": False}, ["does not see the other nodes' files in the run directory"]),
     ({"versions": {"torch": "2.12.0", "nccl": "2.29.7"}}, ["torch 2.12.0, others have 2.13.0"]),
     ({"versions": {"torch": "2.13.0"}}, ["nccl none, others have 2.29.7"]),
@@ -51,6 +51,18 @@ def test_each_node_has_two_partners(nodes: int):
 def test_one_bad_node_among_four(change: dict, told: list[str]):
     reports = {"a": GOOD, "b": dataclasses.replace(GOOD, **change), "c": GOOD, "d": GOOD}
     assert judge(reports, Floors()) == {"a": [], "b": told, "c": [], "d": []}
+
+
+@pytest.mark.parametrize("change, told", [
+    ({"skew_s": 3.0}, "its clock is -3.0 s off the other nodes'"),
+    ({"sees_folder": False}, "does not see the other nodes' files in the run directory")])
+def test_the_first_node_is_the_bad_one(change: dict, told: str):
+    """All others differ from it: by its clock, or as its run directory is another one."""
+    reports = {"a": GOOD, **{name: dataclasses.replace(GOOD, **change) for name in "bcd"}}
+    assert judge(reports, Floors()) == {"a": [told], "b": [], "c": [], "d": []}
+    lost = {name: dataclasses.replace(GOOD, sees_folder=False, problems=["cannot write"] * (name == "a"))
+            for name in "abcd"}
+    assert judge(lost, Floors()) == {"a": ["cannot write"], "b": [], "c": [], "d": []}
 
 
 def test_a_node_without_a_report():
