@@ -288,11 +288,15 @@ def _carry(source: Path, target: Path, dtype: torch.dtype | None) -> dict[str, A
 @contextmanager
 def _appearing(target: Path, team: Team) -> Iterator[Path]:
     """A directory to write in, which gets the name `target` at the end; of a failure nothing stays."""
+    target = target.resolve()  # a link to a directory stays one
     partial = target.parent / f".{target.name}.partial"
 
     def begin() -> None:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UserMistake("it is there already, and is left as it is", str(target), "name another directory")
+        if target.is_mount():
+            raise UserMistake("a file system is mounted there, and it must be made anew", str(target),
+                              "name a directory in it")
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
             partial.mkdir(parents=True)
@@ -311,7 +315,7 @@ def _appearing(target: Path, team: Team) -> Iterator[Path]:
     team.first(begin)
     try:
         yield partial
-        team.first(end)
+        team.first(lambda: _told(end))
     finally:
         if team.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

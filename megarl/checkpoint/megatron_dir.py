@@ -18,6 +18,7 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from megarl.checkpoint import files
 from megarl.errors import UserMistake
 from megarl.model.families import tables
 from megarl.model.families.tables import Entry, Table
@@ -268,22 +270,27 @@ def read_index(path: str | Path) -> tuple[dict[str, TensorStorageMetadata], File
         UserMistake: the index cannot be read, or a file is missing or shorter than it says.
     """
     reader = FileSystemReader(Path(path))
+    if (Path(path) / files.CHECKSUMS).is_file():  # a flipped bit can make anything of a pickle
+        with suppress(OSError, ValueError, KeyError):  # of the checksums, told by who compares all files
+            if why := files.damage(Path(path), [".metadata"], files.expected(Path(path))):
+                raise damaged(path, why)
     try:
         index = reader.read_metadata()
         reader.set_up_storage_reader(index, is_coordinator=True)
-    except (*_BROKEN, AttributeError, ImportError) as error:
+        ends: dict[str, int] = defaultdict(int)
+        for stored in index.storage_data.values():
+            ends[stored.relative_path] = max(ends[stored.relative_path], stored.offset + stored.length)
+        tensors = {key: found for key, found in index.state_dict_metadata.items()
+                   if isinstance(found, TensorStorageMetadata)}
+    except (*_BROKEN, AttributeError, ImportError, TypeError) as error:
         raise damaged(path, f".metadata: {_first_line(error)}") from None
-    ends: dict[str, int] = defaultdict(int)
-    for stored in index.storage_data.values():
-        ends[stored.relative_path] = max(ends[stored.relative_path], stored.offset + stored.length)
     for name, end in sorted(ends.items()):
         file = Path(path) / name
         if not file.is_file():
             raise damaged(path, f"{name} is missing")
         if file.stat().st_size < end:
             raise damaged(path, f"{name} has {file.stat().st_size} bytes of {end}")
-    return {key: found for key, found in index.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)}, reader
+    return tensors, reader
 
 
 def refuse_another(stored: HFConfig, wanted: HFConfig, path: str | Path) -> None:

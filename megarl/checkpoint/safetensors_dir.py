@@ -16,6 +16,8 @@ from megarl.model.hf_config import HFConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS = 1 << 12  # that are compared at a time
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".index.json", "metadata.json",
                  "checksums.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,11 +37,11 @@ class SafetensorsDir:
         index = self.path / INDEX
         if index.exists():
             try:
-                self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError) as error:
+                self.files = {name: str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserMistake(f"not a safetensors index: {error!r}", str(index), "fetch the file again") from None
         elif (self.path / SINGLE).exists():
-            self.files = {}
+            self.files: dict[str, str] = {}
             self.files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
             raise UserMistake(f"neither {SINGLE} nor {INDEX} is there", str(self.path),
@@ -106,15 +108,29 @@ class SafetensorsDir:
         """A tensor that the family has no place for would be left out of training without a word.
 
         Raises:
-            UserMistake: names the tensor and its file.
+            UserMistake: names the tensor and its file; also of a head that differs from the embeddings it is tied to.
         """
         known = {tensor.name for tensor in tables.hf_tensors(hf)}
         if hf.tied:
-            known.add("lm_head.weight")  # a second copy of the embedding
+            known.add(HEAD)
+            self._refuse_another_head()
         for name, file in self.files.items():
             if name not in known and not name.endswith(".rotary_emb.inv_freq") and not tables.is_beside(name, hf):
                 raise UserMistake(f"tensor {name} has no place in a {hf.family} model", str(self.path / file),
                                   "the checkpoint has a feature that megarl does not know, or another config.json")
+
+    def _refuse_another_head(self) -> None:
+        """A head that is stored beside tied embeddings must be their copy."""
+        if HEAD not in self.files or EMBEDDING not in self.files:
+            return
+        (rows, *_), same = self.shape(EMBEDDING), self.shape(HEAD) == self.shape(EMBEDDING)
+        for row in range(0, rows if same else 0, _ROWS):
+            head, embedding = (self._entry(name)[row:row + _ROWS] for name in (HEAD, EMBEDDING))
+            same = same and torch.equal(head.float(), embedding.float())
+        if not same:
+            raise UserMistake(f"{HEAD} is not {EMBEDDING}, and config.json says tie_word_embeddings",
+                              str(self.path / self.files[HEAD]),
+                              "set tie_word_embeddings to false, or take the tensor out")
 
     def check(self, hf: HFConfig) -> None:
         """Look at all files and what they say of their tensors, before anything is done with them.

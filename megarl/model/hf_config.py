@@ -142,7 +142,11 @@ class HFConfig:
         directory = Path(path)
         raw = _json(directory / "config.json")
         generation = directory / "generation_config.json"
-        return cls.of(raw, _json(generation) if generation.exists() else {}, str(directory))
+        try:
+            return cls.of(raw, _json(generation) if generation.exists() else {}, str(directory))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UserMistake(f"a value is not of the kind that it should be: {error}", str(directory / "config.json"),
+                              "restore the file from its source") from error
 
     @classmethod
     def of(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None, path: str = "") -> HFConfig:
@@ -175,14 +179,17 @@ class HFConfig:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except FileNotFoundError:
         raise UserMistake("there is no such file", str(path),
                           "model.path must be a directory with a Hugging Face checkpoint") from None
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        found = json.loads(text)
+    except ValueError as error:
         raise UserMistake(f"not JSON: {error}", str(path), "restore the file from its source") from None
+    if not isinstance(found, dict):
+        raise UserMistake("not a JSON object", str(path), "restore the file from its source")
+    return found
 
 
 def _refuse_unsupported(raw: dict[str, Any], where: str, handled: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint import convert, inspect
 from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.megatron_dir import MegatronDir
+from megarl.checkpoint.safetensors_dir import INDEX
 from megarl.checkpoint.streams import SafetensorsFile, Slot, plan_files
 from megarl.checkpoint.team import Team, shared_out
 from megarl.errors import MachineFault, UserMistake, run_main
@@ -213,7 +215,22 @@ def test_bad_sources_leave_nothing(folder: Path, tmp_path: Path) -> None:
         config.write_text(json.dumps(raw | change))
         refused(convert, named)
     refused(lambda: to_megatron(tmp_path / "nothing", tmp_path / "out", ALONE), "no such file")
+    config.write_text(json.dumps(raw))
+    for index in (b"[1]", b'{"weight_map": [1]}', b"\xff{}"):
+        (tmp_path / "hf" / INDEX).write_bytes(index)
+        refused(convert, "not a safetensors index")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_tied_embeddings_stated_wrongly(tmp_path: Path) -> None:
+    """transformers does not tie what differs; a copy of the embeddings is one."""
+    models.save_hf_model("qwen2", tmp_path / "hf")
+    config, whole = tmp_path / "hf/config.json", tensors(tmp_path / "hf")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    refused(lambda: to_megatron(tmp_path / "hf", tmp_path / "out", ALONE), "lm_head.weight is not model.embed_tokens")
+    whole["lm_head.weight"] = whole["model.embed_tokens.weight"].clone()
+    save_file(whole, tmp_path / "hf/model.safetensors")
+    assert to_megatron(tmp_path / "hf", tmp_path / "out", ALONE).tensors == len(whole) - 1
 
 
 def test_bad_checkpoints_leave_nothing(folder: Path, tmp_path: Path) -> None:
@@ -254,6 +271,13 @@ def test_a_flipped_bit_is_told(folder: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "mg/__0_0.distcp").write_bytes(bytes(data))
     refused(lambda: to_hf(tmp_path / "mg", tmp_path / "out", ALONE), "damaged: decoder")
     assert [path.name for path in tmp_path.iterdir()] == ["mg"]
+    shutil.copyfile(folder / "mg/checksums.json", tmp_path / "mg/checksums.json")
+    index, draw = (folder / "mg/.metadata").read_bytes(), random.Random(0)
+    for _ in range(100):  # a pickle, of which anything may come out
+        data = bytearray(index)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        (tmp_path / "mg/.metadata").write_bytes(bytes(data))
+        refused(lambda: inspect.summarise(tmp_path / "mg"), "damaged: .metadata is not as it was written")
     capsys.readouterr()
     for path, told in ((folder / "mg", "all 9 files are as they were written"), (folder / "hf", "no checksums")):
         assert run("inspect_checkpoint", path, "--check") == 0 and told in capsys.readouterr().out
@@ -271,8 +295,17 @@ def test_bad_targets_are_left_as_they_are(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "full/mine").read_text() == (tmp_path / "file").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
     (tmp_path / "empty").mkdir()
-    to_hf(folder / "mg", tmp_path / "empty", ALONE)
-    assert same(tensors(tmp_path / "empty"), tensors(folder / "hf"))
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    to_hf(folder / "mg", tmp_path / "link", ALONE)
+    assert same(tensors(tmp_path / "empty"), tensors(folder / "hf")) and (tmp_path / "link").is_symlink()
+
+
+def test_a_mount_point_is_refused_at_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory cannot take its name."""
+    (tmp_path / "mount").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mount")
+    refused(lambda: to_hf(folder / "mg", tmp_path / "mount", ALONE), "a file system is mounted there")
+    to_hf(folder / "mg", tmp_path / "mount/out", ALONE)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

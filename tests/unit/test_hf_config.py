@@ -147,3 +147,8 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B)[:-5])
     with pytest.raises(UserMistake, match="not JSON"):
         HFConfig.read(tmp_path)
+    for text, told in ((b"[1]", "not a JSON object"), (b"\xff{}", "not JSON"),
+                       (json.dumps(QWEN3_30B | {"rms_norm_eps": "small"}).encode(), "kind .* could not convert")):
+        (tmp_path / "config.json").write_bytes(text)
+        with pytest.raises(UserMistake, match=told):
+            HFConfig.read(tmp_path)
