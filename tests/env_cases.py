@@ -104,11 +104,11 @@ def odd(what: str) -> _Odd:
 
 
 async def chatty(client: Any, task: Task, *, turns: int = 2, reward: float | None = 0.5, text: str = "",
-                 stop: Any = ()) -> Any:
+                 stop: Any = (), limit: Any = None) -> Any:
     """A plain function that talks in process."""
     messages = list(task.messages)
     for number in range(turns):
-        reply = await client.chat(messages, stop=stop)
+        reply = await client.chat(messages, stop=stop, max_tokens=limit)
         reply.turn.reward = float(number)
         messages += [reply.message, {"role": "user", "content": "and?"}]
     return text if reward is None and text else reward

@@ -274,6 +274,8 @@ def test_stop_strings_of_a_call_are_refused_where_answers_are_resumed() -> None:
     assert "stop is not supported with rollout.on_update: abort" in report.describe() and group.samples == []
     _, report, _ = make(config_of("env_cases:chatty", {"stop": [""]}, retries=0), Engines(), n=1)
     assert "stop=[''] is no string that is not empty" in report.describe()
+    _, report, _ = make(config_of("env_cases:chatty", {"limit": 2.5}, retries=0), Engines(), n=1)
+    assert "max_tokens=2.5 is no number of tokens" in report.describe()
     _, report, _ = make(config, Engines(), n=1)
     assert report.failed == 0
     _, report, _ = make(config_of("env_cases:chatty", retries=0), Engines(), n=1, resumes=True)
@@ -347,6 +349,12 @@ def test_a_program_is_an_environment(tmp_path: Any) -> None:
     assert report.failed == 0, report.describe()
     assert [sample.reward for sample in group.samples] == [0.25] * 2
     assert all(sample.trained.sum() < len(sample.trained) for sample in group.samples)
+    leaves = "import subprocess\nsubprocess.Popen(['sleep', '60'])\n"  # with its output, which stays open
+    script.write_text(leaves + AGENT)
+    begun = time.monotonic()
+    _, report, _ = make(config_of("program", {"command": [sys.executable, str(script)]}, retries=0, timeout_s=20),
+                        Engines(), n=1)
+    assert report.failed == 0 and time.monotonic() - begun < 15, report.describe()
     script.write_text("import sys; sys.exit('out of luck')")
     _, report, _ = make(config_of("program", {"command": [sys.executable, str(script)]}, retries=0), Engines(), n=1)
     assert "ended with 1: out of luck" in report.describe()

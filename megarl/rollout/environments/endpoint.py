@@ -144,8 +144,6 @@ async def _ask(episode: Episode, body: dict[str, Any]) -> Reply:
     _optional(body, "stream_options", dict)
     limit = next((body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None), None)
     stop = [] if body.get("stop") is None else body["stop"]
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise _Wrong(400, f"max_tokens={limit!r:.80} is no number of tokens")
     try:
         return await episode.ask([_message(one) for one in _list(body, "messages")], tools, max_tokens=limit,
                                  stop=stop)

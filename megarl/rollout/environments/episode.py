@@ -213,6 +213,8 @@ class Episode:
             UserMistake, MachineFault: as the engines raise them; the run ends.
         """
         stop = _stops(stop)
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise Refused(f"max_tokens={max_tokens!r:.80} is no number of tokens")
         if self.ended:
             raise NoRoom("the episode has ended")
         if self._calls == self._limits.turns:

@@ -10,7 +10,8 @@ import asyncio
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+import tempfile
+from typing import IO, TYPE_CHECKING
 
 from megarl.rollout.environments.endpoint import MODEL
 
@@ -35,18 +36,23 @@ async def run(client: Client, task: Task, *, command: list[str], give_label: boo
     told = {"prompt": task.text, "extra": task.extra} | ({"label": task.label} if give_label else {})
     environment = {**os.environ, "OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key,
                    "OPENAI_MODEL": MODEL}
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env=environment, start_new_session=True)
-    try:
-        output, errors = await process.communicate(json.dumps(told, default=str).encode())
-    finally:
-        _end(process)
-        await process.wait()
-    if process.returncode:
-        raise RuntimeError(f"{command[0]} ended with {process.returncode}: "
-                           f"{errors.decode(errors='replace').strip()[-TAIL:]}")
-    return _read(output.decode(errors="replace").strip())
+    # files: what the program has started and left behind would hold pipes open, and the end of them is waited for
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, stdout=output,
+                                                       stderr=errors, env=environment, start_new_session=True)
+        try:
+            await process.communicate(json.dumps(told, default=str).encode())
+        finally:
+            _end(process)
+            await process.wait()
+        if process.returncode:
+            raise RuntimeError(f"{command[0]} ended with {process.returncode}: {_text(errors)[-TAIL:]}")
+        return _read(_text(output))
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip()
 
 
 def _read(output: str) -> tuple[float | None, str]:
