@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megarl.checkpoint.files import whole
+from megarl.checkpoint.find import Found, find
 from megarl.checkpoint.rules import is_fixed
 from megarl.checkpoint.state import Checkpoints, Progress
 from megarl.cluster.groups import start_trainers
@@ -19,7 +22,7 @@ from megarl.config.layout import Layout
 from megarl.config.schema import Config
 from megarl.data.buffer import ExperienceBuffer
 from megarl.data.dump import differences, write_config
-from megarl.data.groups_file import read_groups
+from megarl.data.groups_file import read_groups, read_positions
 from megarl.data.prompts import PromptStream, load_eval_set
 from megarl.data.replay import ReplayBuffer
 from megarl.data.sample import Group
@@ -32,6 +35,7 @@ from megarl.observe.console import banner
 from megarl.observe.report import Reporter
 from megarl.reward.pool import RewardPool
 from megarl.reward.registry import Term, term_keys
+from megarl.rollout.admission import fitting
 from megarl.rollout.course import Course
 from megarl.rollout.dispatch import Dispatcher, Draws, held_numbers
 from megarl.rollout.environments.groups import Environments, Score, count_names, metrics
@@ -60,13 +64,14 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
             stack.enter_context(ExternalEngines(config, control.store, control.generation, control.keys))
             stack.callback(request_stop, control.store, "the trainers have ended")
         groups = start_trainers(layout, partition.rank, control.store, config.cluster.timeout_s, config.run.seed)
-        policy = Policy(config, hf, groups, objective)
-        checkpoints, newest, progress = _resume(config, run_dir, policy)
+        found = _find(config, run_dir)
+        newest, policy = found.path, Policy(config, hf, groups, objective, goes_on=found.path is not None)
+        checkpoints, progress = _resume(config, run_dir, policy, newest)
         report = stack.enter_context(Reporter(config, run_dir, groups, progress.step + 1 if newest else 0))
         report.say(banner({"layout": f"{layout.describe()} + {describe(config)}", "objective":
                            objective.describe(), "model": f"{hf.family} {config.model.path}",
                            "implementation": policy.chunks[0].implementation, "resumed": str(newest or "no")}))
-        for wrong in checkpoints.passed_over if checkpoints else ():
+        for wrong in found.passed_over:
             report.say(f"warning: {wrong}; the one before is taken")
         for key, (before, now) in checkpoints.changed.items() if newest else ():
             report.say(f"changed since {newest.name}: {key} was {before}, is {now}")
@@ -82,24 +87,30 @@ def trainer(config: Config, partition: Partition, control: Control, run_dir: Pat
     dist.destroy_process_group()  # not after a failure: peers may be gone, and waiting for them would hide it
 
 
-def _resume(config: Config, run_dir: Path, policy: Policy) -> tuple[Checkpoints | None, Path | None, Progress]:
-    """The run's checkpoints (None where nothing is trained), the one that it goes on from, and how far it is."""
+def _find(config: Config, run_dir: Path) -> Found:
+    """The checkpoint that the run goes on from; none where nothing is trained."""
     if config.debug.rollout_only:
-        return None, None, Progress()
+        return Found()
+    if not config.checkpoint.resume and (earlier := whole(run_dir / "checkpoints")):
+        raise UserMistake(f"{earlier[-1]} is of an earlier run", "run.dir",
+                          "use another directory, remove that run, or set checkpoint.resume: true")
+    return find(run_dir / "checkpoints")
+
+
+def _resume(config: Config, run_dir: Path, policy: Policy, newest: Path | None) -> tuple[Checkpoints | None, Progress]:
+    """The run's checkpoints (None where nothing is trained), and how far it is once `newest` is loaded."""
+    if config.debug.rollout_only:
+        return None, Progress()
     checkpoints = Checkpoints(
         run_dir / "checkpoints", config.checkpoint.keep, policy.optimizer,
         {"model": policy.hf.raw, "objective": policy.objective.describe()},
         config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "eval": True, "debug": True}),
         keep_every=config.checkpoint.keep_every,
         fixed=(lambda key: False) if config.checkpoint.allow_changes else is_fixed)
-    newest = checkpoints.newest()
-    if newest and not config.checkpoint.resume:
-        raise UserMistake(f"{newest} is of an earlier run", "run.dir",
-                          "use another directory, remove that run, or set checkpoint.resume: true")
-    newest, progress = checkpoints.resume()
+    progress = checkpoints.load(newest, verify=False) if newest else Progress()
     policy.pace.resume(progress.costs)
     policy.resume_collapse(progress.collapse)
-    return checkpoints, newest, progress
+    return checkpoints, progress
 
 
 def _from_files(parts: Trainer) -> Source:
@@ -113,8 +124,9 @@ def _from_files(parts: Trainer) -> Source:
 def _from_engines(stack: ExitStack, parts: Trainer, tokenizer: PreTrainedTokenizerBase) -> Source:
     """Samples by the run's engines; waits until they are up."""
     config, control, groups, policy = parts.config, parts.control, parts.groups, parts.policy
+    kept = _fit_held(parts)
     draws = Draws(parts.progress.unfinished, parts.progress.position)
-    sampling = _sampling(stack, parts, draws, tokenizer) if groups.is_leader else None
+    sampling = _sampling(stack, parts, draws, kept, tokenizer) if groups.is_leader else None
     generator = sampling.generator if sampling else None
     fleet = _fleet(config, control) if dist.get_rank() == 0 else None
     if fleet is not None:
@@ -133,8 +145,9 @@ def _from_engines(stack: ExitStack, parts: Trainer, tokenizer: PreTrainedTokeniz
     return Source(buffer, course, publisher, sampling, fleet)
 
 
-def _sampling(stack: ExitStack, parts: Trainer, draws: Draws, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """What a leader samples with."""
+def _sampling(stack: ExitStack, parts: Trainer, draws: Draws, kept: list[int], tokenizer: PreTrainedTokenizerBase
+              ) -> Sampling:
+    """What a leader samples with; `kept` as `_fit_held` returns it."""
     config, control, groups = parts.config, parts.control, parts.groups
     score, environments = _scoring(stack, config, parts.objective, tokenizer)
     prompts = stack.enter_context(PromptStream(config.data, tokenizer, config.run.seed, start=draws.position))
@@ -144,19 +157,46 @@ def _sampling(stack: ExitStack, parts: Trainer, draws: Draws, tokenizer: PreTrai
         decode=decoder(tokenizer), score=score, keep=has_signal if parts.objective.dynamic_sampling else None,
         environments=environments)
     stack.callback(generator.close)
-    generator.restore(_held(parts, prompts))
+    generator.restore(_held(parts, kept, prompts))
     sets = [(chosen.name or Path(chosen.path).stem, chosen, load_eval_set(chosen, tokenizer, config.data))
             for chosen in config.eval.sets]
     return Sampling(prompts, generator, sets)
 
 
-def _held(parts: Trainer, prompts: PromptStream) -> dict[int, Group]:
+def _fit_held(parts: Trainer) -> list[int]:
+    """Places of those of the checkpoint's held groups that can be trained on; the same on every trainer.
+
+    After a change of rollout.max_lag or data.prompts_per_step that need not be all: the prompts of the others are among
+    `parts.progress.unfinished` then, so they are sampled again.
+    """
+    config, progress = parts.config, parts.progress
+    lag, held = config.rollout.max_lag, progress.held
+    kept = fitting(held, config.data.prompts_per_step, progress.step, lag)
+    if len(kept) == len(held):
+        return kept
+    positions: dict[int, int] = {}
+    for path in _held_files(parts):
+        positions |= read_positions(path)
+    again = [positions[place] for place in set(range(len(held))) - set(kept)]
+    parts.progress = replace(progress, held=tuple(held[place] for place in kept),
+                             unfinished=tuple(sorted((*progress.unfinished, *again))))
+    old = sum(version + lag < progress.step for version in held)
+    parts.report.say(f"warning: {len(again)} of the {len(held)} groups that were sampled ahead are dropped and their "
+                     f"prompts sampled again: {old} are older than rollout.max_lag ({lag}) allows, {len(again) - old} "
+                     "would be by the time they are trained on")
+    return kept
+
+
+def _held_files(parts: Trainer) -> list[Path]:
+    return sorted(parts.resumed.glob("held.*.safetensors")) if parts.resumed else []
+
+
+def _held(parts: Trainer, kept: list[int], prompts: PromptStream) -> dict[int, Group]:
     """This leader's share of the groups that an earlier life had finished, by their numbers."""
     found: dict[int, Group] = {}
-    for path in sorted(parts.resumed.glob("held.*.safetensors")) if parts.resumed else ():
+    for path in _held_files(parts):
         found |= read_groups(path, prompts.at)
-    numbers = held_numbers(len(parts.progress.held))
-    return {numbers[place]: group for place, group in found.items()
+    return {number: found[place] for number, place in zip(held_numbers(len(kept)), kept, strict=True)
             if place % parts.groups.layout.data == parts.groups.dp}
 
 

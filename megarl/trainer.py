@@ -246,7 +246,7 @@ class Trainer:
         """Write a checkpoint of the progress."""
         self.saved_at = time.monotonic()
         progress = replace(self.progress, costs=self.policy.pace.state(), collapse=self.policy.collapse.state(),
-                           guard=self.guard.state())
+                           guard=self.guard.state(), held=())
         held: dict[int, Group] = {}
         if self.source.course is not None:
             sampled, held = self.source.course.snapshot()

@@ -23,6 +23,11 @@ def whole(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("step_*") if re.fullmatch(r"step_\d{8}", path.name))
 
 
+def is_begun(directory: Path) -> bool:
+    """Whether the run has a checkpoint, be it one that `recover` would put back."""
+    return bool(whole(directory)) or any(directory.glob(".replaced_*"))
+
+
 def digest(path: Path) -> tuple[int, str]:
     """(bytes, BLAKE2b-128) of a file.
 

@@ -44,6 +44,14 @@ def load_weights(chunks: list[torch.nn.Module], weights: SafetensorsDir | Megatr
 
 
 @torch.no_grad()
+def clear(chunks: list[torch.nn.Module]) -> None:
+    """Set all weights to 0, for what follows to fill them."""
+    for chunk in map(unwrapped, chunks):
+        for weight in chunk.weights().values():
+            weight.zero_()
+
+
+@torch.no_grad()
 def _load_chunk(chunk: PolicyChunk, checkpoint: SafetensorsDir | MegatronDir, hf: HFConfig,
                 here: shares.Coordinates) -> None:
     table = tables.table(hf, chunk.implementation)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.checkpoint import background, files
+from megarl.checkpoint.find import by_first, damage, together
 from megarl.checkpoint.optimizer_state import KINDS, PREFIX, Piece, pieces, set_step
 from megarl.cluster import device
 from megarl.errors import MachineFault, UserMistake
@@ -68,7 +69,6 @@ class Checkpoints:
 
     Attributes:
         changed: dotted key -> (value in the loaded checkpoint, value now).
-        passed_over: of `resume`: what is wrong with newer checkpoints than the one that was taken.
     """
 
     def __init__(self, directory: Path, keep: int, optimizer: Optimizer, identity: dict[str, Any],
@@ -78,15 +78,9 @@ class Checkpoints:
         self._identity = json.loads(json.dumps(identity, default=str))
         self._settings, self._fixed = json.loads(json.dumps(settings or {})), fixed
         self.changed: dict[str, tuple[Any, Any]] = {}
-        self.passed_over: list[str] = []
         self._step = -1
         self._writing: tuple[Path, Path, background.Writing] | None = None
         background.use_thread_results()
-
-    def newest(self) -> Path | None:
-        """The newest checkpoint, None if there is none."""
-        found = files.whole(self._directory)
-        return found[-1] if found else None
 
     def save(self, progress: Progress, write_more: Callable[[Path], list[Path]] = lambda folder: []) -> None:
         """Start a checkpoint for `progress`: returns once what it holds is copied. One that is under way ends first.
@@ -106,7 +100,7 @@ class Checkpoints:
         self.finish()
         final = self._directory / f"step_{progress.step:08d}"
         partial = self._directory / f".partial_{progress.step:08d}"
-        self._by_first(final, lambda: files.begin(self._directory, progress.step))
+        by_first(final, lambda: files.begin(self._directory, progress.step))
         state, own = self._state(progress)
         with _as_fault(final):
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, content_metadata=_METADATA)
@@ -131,7 +125,7 @@ class Checkpoints:
             return None
         (partial, final, writing), self._writing = self._writing, None
         step, self._step = self._step, -1  # until it has succeeded
-        sums = _together(writing.wait, final)
+        sums = together(writing.wait, final)
         with _as_fault(final):
             writing.conclude()
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -143,32 +137,16 @@ class Checkpoints:
             files.commit(partial, final, told)
             files.prune(self._directory, self._keep, self._keep_every)
 
-        self._by_first(final, conclude)
+        by_first(final, conclude)
         self._step = step
         return final
 
-    def resume(self) -> tuple[Path | None, Progress]:
-        """Load the newest checkpoint that is whole and undamaged; (None, the beginning) if there has been none.
-
-        Raises:
-            UserMistake: all are damaged, or the newest good one is of another run (see `load`).
-        """
-        self._by_first(self._directory, lambda: files.recover(self._directory))
-        found = [files.whole(self._directory)]
-        dist.broadcast_object_list(found, src=0)  # a file system may show them later to others
-        for path in reversed(found[0]):
-            wrong = self._damage(path)
-            if not wrong:
-                return path, self.load(path, verify=False)
-            self.passed_over.append(f"{path} is damaged: {wrong}")
-            self._by_first(path, lambda path=path: files.set_aside(path))
-        if self.passed_over:
-            raise UserMistake(f"no checkpoint can be used: {'; '.join(self.passed_over)}", str(self._directory),
-                              "remove them to begin anew, or copy good ones there")
-        return None, Progress()
-
     def load(self, path: Path, verify: bool = True) -> Progress:
-        """Restore everything from `path`; returns how far that run was.
+        """Restore everything from `path`, whatever the weights were before; returns how far that run was.
+
+        Args:
+            path: a checkpoint.
+            verify: compare its files with their checksums first, as `find` has done for the one that it found.
 
         Raises:
             UserMistake: the checkpoint's identity or a fixed setting is another (told), or it is damaged.
@@ -176,7 +154,7 @@ class Checkpoints:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        if verify and (wrong := self._damage(path)):
+        if verify and (wrong := damage(path)):
             raise UserMistake(f"the checkpoint is damaged: {wrong}", str(path), "remove it; the one before is taken "
                               "then")
         try:
@@ -195,18 +173,6 @@ class Checkpoints:
         saved = common["progress"]
         self._step = saved["step"]
         return Progress(**{**saved, "unfinished": tuple(saved["unfinished"]), "held": tuple(saved["held"])})
-
-    def _damage(self, path: Path) -> str:
-        """What is wrong with the files of a checkpoint, told by all trainers, who share the reading; "" if nothing."""
-        try:
-            told = files.expected(path)
-        except (OSError, ValueError) as error:
-            wrong = f"{files.CHECKSUMS} cannot be read: {error}"
-        else:
-            wrong = files.damage(path, sorted(told)[dist.get_rank()::dist.get_world_size()], told)
-        everyone: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(everyone, wrong)
-        return next((one for one in everyone if one), "")
 
     def _weights(self) -> dict[str, Any]:
         return {f"model{number}": chunk.module.sharded_state_dict(metadata=dict(_METADATA))
@@ -278,28 +244,6 @@ class Checkpoints:
         if refused:
             raise UserMistake(f"the run would go on by other rules: {'; '.join(refused)}", str(path),
                               "change the config back, or set checkpoint.allow_changes: true")
-
-    def _by_first(self, final: Path, work: Callable[[], Any]) -> None:
-        """Have rank 0 do it; all raise if it fails."""
-        _together(work if dist.get_rank() == 0 else lambda: None, final)
-
-
-def _together(work: Callable[[], Any], final: Path) -> Any:
-    """This rank's part of something, in which it waits for nobody; its result once all have done theirs.
-
-    Raises:
-        MachineFault: on every trainer, if one of them failed.
-    """
-    failure, result = "", None
-    try:
-        result = work()
-    except Exception as error:  # told to all: whoever goes on would wait for this rank
-        failure = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    told: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, failure)
-    if any(told):
-        raise MachineFault(f"the checkpoint {final} could not be written: {next(one for one in told if one)}")
-    return result
 
 
 class _as_fault:

@@ -227,12 +227,14 @@ def _paths(config: Config) -> Iterator[UserMistake]:
         for number, entry in enumerate(entries):
             columns = [column for column in (entry.prompt, entry.label) if column]
             yield from files.check_prompts(entry.path, columns, f"{section}.{number}")
+    objective = _collect([], lambda: _resolved(config))
+    in_path, in_weights = files.weights_read(config, objective is None or objective.needs_reference)
     if not Path(config.model.path).is_dir():
         yield UserMistake(f"{config.model.path} is not a directory", "model.path",
                           "give the directory of a Hugging Face checkpoint")
     else:
-        yield from files.check_model_files(config.model.path)
-    if config.model.weights:
+        yield from files.check_model_files(config.model.path, in_path)
+    if in_weights:
         yield from files.check_weights(config.model.weights)
 
 

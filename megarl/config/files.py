@@ -7,18 +7,47 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.schema import Config
 from megarl.errors import UserMistake
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _READ_BYTES = 32 << 20  # about a second of JSON
 
 
-def check_model_files(path: str) -> Iterator[UserMistake]:
+def weights_read(config: Config, reference: bool) -> tuple[bool, bool]:
+    """Whether anything will read the weights in model.path, and those in model.weights.
+
+    The trainers begin with them, unless they go on from a checkpoint, and keep them where a KL term needs a reference
+    model; engines on rollout ranks start with those of model.path, and the export at the end takes dtypes from there.
+
+    Args:
+        config: the run.
+        reference: whether a KL term needs a reference model.
+    """
+    from megarl.checkpoint.files import is_begun  # light, but above this package
+
+    trains, resumes = not config.debug.rollout_only, config.checkpoint.resume
+    goes_on = trains and resumes and is_begun(Path(config.run.dir) / "checkpoints")
+    trainers = reference or not goes_on
+    dummies = config.rollout.engine == "sglang" and config.sglang.get("load_format") == "dummy"
+    engines = config.cluster.rollouts > 0 and not dummies
+    exports = trains and config.checkpoint.export
+    return engines or exports or (trainers and not config.model.weights), trainers and bool(config.model.weights)
+
+
+def check_model_files(path: str, weights: bool = True) -> Iterator[UserMistake]:
     """Mistakes in a Hugging Face checkpoint directory: shards or tensors missing, shards cut short, no tokenizer.
 
-    config.json is not judged here (`model.hf_config` does it).
+    config.json is not judged here (`model.hf_config` does it), nor the weights without `weights`.
     """
     directory = Path(path)
+    if weights:
+        yield from _check_shards(directory)
+    if not any((directory / name).is_file() for name in _TOKENIZERS):
+        yield UserMistake(f"{directory} has no tokenizer", "model.path", f"it needs one of {', '.join(_TOKENIZERS)}")
+
+
+def _check_shards(directory: Path) -> Iterator[UserMistake]:
     index = directory / "model.safetensors.index.json"
     shards: dict[str, set[str]] = {"model.safetensors": set()}  # file -> tensors that the index promises
     if index.is_file():
@@ -44,8 +73,6 @@ def check_model_files(path: str) -> Iterator[UserMistake]:
         elif absent := promised - tensors:
             yield UserMistake(f"{directory / shard} has no tensor {min(absent)}, which the index promises",
                               "model.path", "download it and the index again")
-    if not any((directory / name).is_file() for name in _TOKENIZERS):
-        yield UserMistake(f"{directory} has no tokenizer", "model.path", f"it needs one of {', '.join(_TOKENIZERS)}")
 
 
 def check_weights(path: str) -> Iterator[UserMistake]:

@@ -41,6 +41,17 @@ def write_groups(path: Path, groups: Mapping[int, Group]) -> None:
     save_file(arrays, path)
 
 
+def read_positions(path: Path) -> dict[int, int]:
+    """The positions of the prompts of a file's groups, by the groups' numbers."""
+    with safe_open(path, framework="numpy") as file:
+        header = _header(file)
+    return dict(zip(header["numbers"], header["positions"], strict=True))
+
+
+def _header(file: Any) -> dict[str, Any]:
+    return json.loads(file.get_tensor("groups").tobytes())
+
+
 def read_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> dict[int, Group]:
     """The groups of a file, by their numbers.
 
@@ -50,7 +61,7 @@ def read_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> dict[int, Gro
     """
     groups: dict[int, Group] = {}
     with safe_open(path, framework="numpy") as file:
-        header = json.loads(file.get_tensor("groups").tobytes())
+        header = _header(file)
         known = set(file.keys())
         for number, position, samples in zip(header["numbers"], header["positions"], header["samples"], strict=True):
             prompt = prompt_at(position)

@@ -10,7 +10,7 @@ its deadline has come. With max_lag 0 a step takes exactly the groups of its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -52,6 +52,27 @@ def window(need: int, ahead: float, step: int, steps: int) -> int:
         step, steps: the next step and the number of steps of the run, beyond which nothing is sampled.
     """
     return int(need * min(1 + ahead, steps - step) + 1e-9)  # 45 * 1.4 is a little below 63
+
+
+def fitting(issued: Sequence[int], need: int, step: int, max_lag: int) -> list[int]:
+    """Which of the finished groups of an earlier life can be trained before their deadlines.
+
+    All of them, unless the run's limits have changed. As many as can be, those that finished first before others.
+
+    Args:
+        issued: of each group the number of the newest weights when it was issued, in the order in which they finished.
+        need, step, max_lag: as of `choose`.
+    Returns:
+        Their places, ascending.
+    """
+    room = [need * (late + 1) for late in range(max_lag + 1)]  # for groups with deadlines up to step + late
+    kept = []
+    for place, version in enumerate(issued):
+        late = version + max_lag - step
+        if late >= 0 and min(room[late:]) > 0:
+            room[late:] = [left - 1 for left in room[late:]]
+            kept.append(place)
+    return kept
 
 
 def choose(pending: Iterable[Pending], need: int, step: int, max_lag: int, *, closed: bool = False) -> Choice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.checkpoint.hf_import import load_hf
+from megarl.checkpoint.hf_import import clear, load_hf
 from megarl.cluster.groups import Groups
 from megarl.config.schema import Config
 from megarl.data.batch import PackedBatch
@@ -29,6 +29,8 @@ class Policy:
     Args:
         config, hf, groups: the run, the model's config, this trainer's groups.
         objective: the loss, resolved.
+        goes_on: a checkpoint will be loaded before anything is done with the weights, which are 0 until then: those
+            that the run began with are read only if a KL term needs them.
 
     Attributes:
         chunks: this rank's stages, bare. With debug.rollout_only the only one of these that is there.
@@ -39,7 +41,8 @@ class Policy:
         news: what it has to say; whoever tells it takes it away.
     """
 
-    def __init__(self, config: Config, hf: HFConfig, groups: Groups, objective: Objective) -> None:
+    def __init__(self, config: Config, hf: HFConfig, groups: Groups, objective: Objective,
+                 goes_on: bool = False) -> None:
         from megatron.core import parallel_state
 
         self.config, self.hf, self.groups, self.objective = config, hf, groups, objective
@@ -47,7 +50,10 @@ class Policy:
         self.pace = Pace(config, hf, groups)
         dtype = torch.bfloat16 if config.model.dtype == "bf16" else torch.float32
         self.chunks = build_chunks(hf, config, layout)
-        load_hf(self.chunks, config.model.weights or config.model.path, hf)
+        if goes_on and not objective.needs_reference:
+            clear(self.chunks)
+        else:
+            load_hf(self.chunks, config.model.weights or config.model.path, hf)
         if config.debug.rollout_only:
             return  # weights to sample with, and nothing to train them
         self._reference = HostWeights(self.chunks) if objective.needs_reference else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,20 @@ def _fused_adam() -> None:
     distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_TE_OPTIMIZER = FusedAdam, True, True
 
 
+def newest(place: Path) -> Path:
+    """Of the checkpoints of a run."""
+    from megarl.checkpoint import files
+
+    return files.whole(place)[-1]
+
+
 def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]) -> list[str]:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl.checkpoint.hf_import import load_hf
+    from megarl.checkpoint.find import find
+    from megarl.checkpoint.hf_import import clear, load_hf
     from megarl.checkpoint.state import Checkpoints, Progress
     from megarl.cluster.groups import make_groups
     from megarl.config.schema import OptimConfig
@@ -79,11 +88,11 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
     from megarl.model.hf_config import HFConfig
     from megarl.update.optimizer import Optimizer, wrap
 
-    def fresh(family: str, layout: Layout, **changed: float) -> Optimizer:
+    def fresh(family: str, layout: Layout, reads: bool = True, **changed: float) -> Optimizer:
         path = f"{folder}/{family}"
         hf = HFConfig.read(path)
         chunks = build_chunks(hf, models.config_for(path), layout)
-        load_hf(chunks, path, hf)
+        load_hf(chunks, path, hf) if reads else clear(chunks)
         return Optimizer(wrap(chunks, True), OptimConfig(**{
             "lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1, **changed}), torch.float32,
             ends_together=layout.placement != "looped")
@@ -114,7 +123,7 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
         for step in (2, 3):
             store.save(Progress(step, 10 * step))
         store.finish()
-        drawn = torch.rand(3)
+        drawn, saved = torch.rand(3), weights(first)
         norm, after, lr = update(first, 3), weights(first), first.lr
 
         second = fresh(family, layout)
@@ -122,7 +131,7 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
             update(second, 7)  # a state of its own that must go
         torch.rand(5)
         again = Checkpoints(place, 2, second, {"model": family})
-        progress = again.load(again.newest())
+        progress = again.load(newest(place))
         if progress != Progress(3, 30) or len(list(place.iterdir())) != 2:
             wrong.append(f"{family} {layout}: {progress}, {sorted(p.name for p in place.iterdir())}")
         if not torch.equal(torch.rand(3), drawn):
@@ -131,34 +140,41 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
             wrong.append(f"{family} {layout}: the next update differs by {(weights(second) - after).abs().max()}")
         if second.updates != 4 or second.lr != lr or lr != 1e-2:
             wrong.append(f"{family} {layout}: update {second.updates} at rate {second.lr}, was {lr}")
-        third = fresh(family, layout, lr=2e-3, eps=1e-5)  # what the config says counts, not what was saved
-        Checkpoints(place, 2, third, {"model": family}).load(again.newest())
+        # what the config says counts, not what was saved; the weights that the run began with are not asked for
+        third = fresh(family, layout, reads=False, lr=2e-3, eps=1e-5)
+        Checkpoints(place, 2, third, {"model": family}).load(newest(place))
+        if not torch.equal(weights(third), saved):
+            wrong.append(f"{family} {layout}: loaded weights differ by {(weights(third) - saved).abs().max()}")
         told = {(group["lr"], group["eps"]) for group in third.inner.param_groups}
         if third.updates != 3 or told != {(2e-3 * 3 / 4, 1e-5)}:
             wrong.append(f"{family} {layout}: resumed with (rate, eps) {told} at update {third.updates}")
         try:
-            Checkpoints(place, 2, second, {"model": "another"}).load(again.newest())
+            Checkpoints(place, 2, second, {"model": "another"}).load(newest(place))
             wrong.append("another model's checkpoint was taken")
         except UserMistake:
             pass
         dist.barrier()
         if rank == 0:  # a user's copy is no checkpoint of the run; a cut file is told
-            shutil.copytree(again.newest(), place / "step_best")
-            next(again.newest().glob("*.distcp")).write_bytes(b"cut")
+            shutil.copytree(newest(place), place / "step_best")
+            next(newest(place).glob("*.distcp")).write_bytes(b"cut")
         dist.barrier()
         try:
-            if again.newest().name != "step_00000003":
-                wrong.append(f"newest is {again.newest()}")
-            again.load(again.newest())
+            if newest(place).name != "step_00000003":
+                wrong.append(f"newest is {newest(place)}")
+            again.load(newest(place))
             wrong.append("a damaged checkpoint was taken")
         except UserMistake as error:
             if "damaged" not in str(error):
                 wrong.append(str(error))
-        path, progress = again.resume()  # the one before is taken, and the bad one named
+        found = find(place)  # the one before is taken, and the bad one named
+        path, progress = found.path, again.load(found.path, verify=False)
         if path.name != "step_00000002" or progress != Progress(2, 20) or second.updates != 3 or [
-                "step_00000003 is damaged" in told for told in again.passed_over] != [True]:
-            wrong.append(f"resumed {path} {progress}, {again.passed_over}")
+                "step_00000003 is damaged" in told for told in found.passed_over] != [True]:
+            wrong.append(f"resumed {path} {progress}, {found.passed_over}")
+        if find(place) != type(found)(path):
+            wrong.append("what was passed over is still in the way")
         wrong += _full_disk(again, Progress(4, 40), rank)
+        wrong += _incomplete(again, newest(place), rank) + _all_damaged(place, rank)
         dist.barrier()
         parallel_state.destroy_model_parallel()
     return wrong
@@ -171,7 +187,7 @@ def _full_disk(store: Any, progress: Any, rank: int) -> list[str]:
 
     from megarl.errors import MachineFault
 
-    before = store.newest()
+    before = newest(store._directory)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
@@ -185,11 +201,56 @@ def _full_disk(store: Any, progress: Any, rank: int) -> list[str]:
         if "could not be written" not in str(fault) or "rank 1: OSError: [Errno 27] File too large" not in str(fault):
             wrong.append(str(fault))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if store.newest() != before:
-        wrong.append(f"newest is {store.newest()}")
+    if newest(store._directory) != before:
+        wrong.append(f"newest is {newest(store._directory)}")
     store.save(progress)
     if store.finish().name != f"step_{progress.step:08d}":
         wrong.append("the next save failed")
+    return wrong
+
+
+def _incomplete(store: Any, path: Path, rank: int) -> list[str]:
+    """A checkpoint that lacks a tensor of the model is refused: nothing else would fill it."""
+    import torch.distributed as dist
+
+    from megarl.errors import UserMistake
+
+    kept, wrong = (path / ".metadata").read_bytes(), []
+    for key in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight"):
+        dist.barrier()
+        if rank == 0:
+            index = pickle.loads(kept)
+            del index.state_dict_metadata[key]
+            (path / ".metadata").write_bytes(pickle.dumps(index))
+        dist.barrier()
+        try:
+            store.load(path, verify=False)
+            wrong.append(f"a checkpoint without {key} was taken")
+        except UserMistake as error:
+            if key not in str(error):
+                wrong.append(str(error))
+    return wrong
+
+
+def _all_damaged(place: Path, rank: int) -> list[str]:
+    """No start begins anew while damaged checkpoints are there; neither does the second one."""
+    import torch.distributed as dist
+
+    from megarl.checkpoint import files
+    from megarl.checkpoint.find import find
+    from megarl.errors import UserMistake
+
+    wrong = []
+    for number in range(2):
+        dist.barrier()
+        for path in files.whole(place) if rank == 0 else ():
+            (path / files.CHECKSUMS).write_text("{")
+        dist.barrier()
+        try:
+            wrong.append(f"start {number} found {find(place)}")
+        except UserMistake as error:
+            if "no checkpoint can be used" not in str(error):
+                wrong.append(str(error))
     return wrong
 
 

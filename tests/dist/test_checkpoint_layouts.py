@@ -26,8 +26,9 @@ def _move(rank: int, folder: str, family: str, distributed: bool) -> list[str]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from megarl.checkpoint.find import find
     from megarl.checkpoint.hf_export import iter_hf_tensors
-    from megarl.checkpoint.hf_import import load_hf
+    from megarl.checkpoint.hf_import import clear, load_hf
     from megarl.checkpoint.optimizer_state import pieces
     from megarl.checkpoint.state import Checkpoints, Progress
     from megarl.cluster.groups import make_groups
@@ -38,11 +39,11 @@ def _move(rank: int, folder: str, family: str, distributed: bool) -> list[str]:
 
     hf = HFConfig.read(f"{folder}/{family}")
 
-    def fresh(layout: Layout) -> Optimizer:
+    def fresh(layout: Layout, reads: bool = True) -> Optimizer:
         make_groups(layout, datetime.timedelta(seconds=60), seed=1)
         path = f"{folder}/{family}"
         chunks = build_chunks(hf, models.config_for(path), layout)
-        load_hf(chunks, path, hf)
+        load_hf(chunks, path, hf) if reads else clear(chunks)
         return Optimizer(wrap(chunks, distributed), OptimConfig(
             lr=1e-2, warmup_steps=2, weight_decay=0.1, clip=0.0, distributed=distributed), torch.float32,
             ends_together=layout.placement != "looped")
@@ -93,9 +94,10 @@ def _move(rank: int, folder: str, family: str, distributed: bool) -> list[str]:
     if any(torch.equal(now[name], then[name]) for name in now):
         wrong.append("an update changed nothing")
     for layout in LOADED[family]:
-        again = fresh(layout)
+        again = fresh(layout, reads=False)
         store = Checkpoints(place, 2, again, {"model": family})
-        path, progress = store.resume()
+        path = find(place).path
+        progress = store.load(path, verify=False)
         if path != place / "step_00000003" or progress != Progress(3, 30, (4, 9), (1, 2)) or again.updates != 3:
             wrong.append(f"{layout}: {path} {progress} {again.updates}")
         for what, expected in (("saved", now), ("next", then)):

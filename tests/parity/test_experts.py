@@ -96,7 +96,7 @@ def bias_by_hand(path: str, groups: Any, out: str) -> dict[str, Any]:
     kept.finish()
     again = make_policy(path, settings(path, Layout(1), bias_rate=RATE), groups)
     loaded = Checkpoints(Path(out), 1, again.optimizer, {})
-    loaded.load(loaded.newest())
+    loaded.load(Path(out) / "step_00000001")
     whole, engine = weights_of(again), Weights(HFConfig.read(path), torch.bfloat16)
     problems = [engine.problem(name, tuple(tensor.shape)) for name, tensor in whole.items()]
     for name, tensor in whole.items():

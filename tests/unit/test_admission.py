@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from megarl.rollout.admission import Choice, Pending, choose, window
+from megarl.rollout.admission import Choice, Pending, choose, fitting, window
 
 
 def fits(left, need, step, max_lag):
@@ -94,6 +94,36 @@ def test_over_a_run_nothing_is_old_or_lost(max_lag, ahead):
         gone += len(took)
         assert len(took) == need
     assert sorted(trained) == list(range(need * steps)) and not pending
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_of_held_groups_as_many_as_can_be_trained_in_time_are_kept(max_lag):
+    """Against all subsets; and `choose` then trains every one of them in time, whatever else is sampled."""
+    random, outcomes = np.random.default_rng(max_lag), set()
+    for _ in range(200):
+        need, step = int(random.integers(1, 4)), 9
+        issued = random.integers(step - max_lag - 2, step + 1, random.integers(0, 9)).tolist()
+        held = [Pending(number, one, number) for number, one in enumerate(issued)]
+        kept = fitting(issued, need, step, max_lag)
+        possible = [some for size in range(len(held) + 1) for some in combinations(range(len(held)), size)
+                    if fits([held[place] for place in some], need, step - 1, max_lag)]
+        assert tuple(kept) in possible and len(kept) == max(map(len, possible))
+        outcomes.add((len(kept) < sum(one >= step - max_lag for one in issued), len(kept) == len(issued)))
+        left, drawn = {place: held[place] for place in kept}, 100
+        for now in range(step, step + max_lag + 1):
+            while len(left) < window(need, max_lag, now, 99):
+                left[drawn], drawn = Pending(drawn, now, drawn), drawn + 1
+            for number in choose(left.values(), need, now, max_lag).numbers:
+                assert left.pop(number).issued >= now - max_lag
+        assert not any(number < 100 for number in left)
+    assert {(True, False), (False, True), (False, False)} == outcomes
+
+
+def test_without_a_change_all_are_kept_else_what_finished_last_goes():
+    assert fitting([3, 4, 4, 3, 4], 2, 4, 2) == [0, 1, 2, 3, 4]
+    assert fitting([3, 4, 4, 3, 4], 2, 4, 0) == [1, 2]  # made with a larger max_lag
+    assert fitting([3, 4, 4, 3, 4], 1, 4, 2) == [0, 1, 2]  # made with more prompts a step
+    assert fitting([], 2, 4, 0) == []
 
 
 def test_the_window_ends_with_the_run():

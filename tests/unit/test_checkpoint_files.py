@@ -9,7 +9,7 @@ import pytest
 
 from megarl.checkpoint import files
 from megarl.checkpoint.rules import is_fixed
-from megarl.data.groups_file import read_groups, write_groups
+from megarl.data.groups_file import read_groups, read_positions, write_groups
 from megarl.data.sample import Group, Prompt, Sample
 
 
@@ -122,6 +122,7 @@ def test_groups_come_back_as_they_were(tmp_path: Path):
     first.text *= 100_000
     write_groups(tmp_path / "held", {5: Group(prompt_at(7), [first, second])})
     assert int.from_bytes((tmp_path / "held").read_bytes()[:8], "little") < 2000  # the format bounds its header
+    assert read_positions(tmp_path / "held") == {5: 7}
     (number, group), = read_groups(tmp_path / "held", prompt_at).items()
     assert number == 5 and group.prompt.label == [1, "x"] and len(group.samples) == 2
     for ours, theirs in zip(group.samples, (first, second), strict=True):

@@ -234,6 +234,35 @@ def test_files(tmp_path: Path, spoil: Any, expected: str) -> None:
     assert expected in line
 
 
+def test_weights_that_nothing_will_read_may_be_gone(tmp_path: Path) -> None:
+    """A run with a checkpoint needs its first weights for a reference model, engines and the export only."""
+    write_good(tmp_path)
+    for path in (tmp_path / "model").glob("*.safetensors"):
+        path.unlink()
+    (tmp_path / "experience").mkdir()
+    weights, kl = {"model.weights": str(tmp_path / "gone")}, {"objective.kl.coefficient": 0.1}
+    alone = {"checkpoint.export": False, "cluster.rollouts": 0, "debug.replay_experience": str(tmp_path / "experience")}
+    dummies = {"checkpoint.export": False, "rollout.engine": "sglang", "sglang.load_format": "dummy"}
+
+    def missing(*changes: dict[str, Any]) -> list[str]:
+        found = told(tmp_path, {key: value for part in changes for key, value in part.items()})
+        return [line.partition(":")[0] for line in found if line.startswith("model.")]
+
+    assert missing(alone) == missing(alone, kl) == missing(dummies) == ["model.path"]
+    assert missing(alone, weights) == missing(dummies, weights) == ["model.weights"]
+    (tmp_path / "run/checkpoints/step_00000003").mkdir(parents=True)
+    assert missing(alone) == missing(dummies) == missing(alone, weights) == missing(dummies, weights) == []
+    assert missing() == missing(weights) == missing({"checkpoint.export": False}) == ["model.path"]
+    assert missing(alone, {"checkpoint.export": True}) == missing(alone, kl) == ["model.path"]
+    assert missing(alone, kl, weights) == ["model.weights"]
+    assert missing(alone, {"checkpoint.resume": False}) == ["model.path"]
+    assert missing({"debug.rollout_only": True}, {"checkpoint.export": False}) == ["model.path"]
+    (tmp_path / "run/checkpoints/step_00000003").rename(tmp_path / "run/checkpoints/.replaced_00000003")
+    assert missing(alone) == []
+    (tmp_path / "model/tokenizer.json").unlink()
+    assert missing(alone) == ["model.path"]
+
+
 def test_parquet(tmp_path: Path) -> None:
     write_good(tmp_path)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "label": ["b"]}), tmp_path / "t.parquet")
