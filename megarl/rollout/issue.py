@@ -87,6 +87,8 @@ class Issuer:
         self._balancer = Balancer(leader_index, leaders)
         self._vocab_size, self._decode = vocab_size, decode
         self._seeded = config.rollout.engine == "embedded"  # SGLang takes no seed per sample
+        # with in_place SGLang keeps prefixes of all weights there have been (the embedded engine: of those in slots)
+        self._keeps_old = config.rollout.engine == "sglang" and config.rollout.on_update == "in_place"
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def group(self, prompt: Prompt, seeds: Sequence[int], work: Work) -> Group | None:
@@ -211,7 +213,8 @@ class Issuer:
         """One attempt; a request that may still be running when it ends is aborted in the background."""
         self._serial += 1
         request = GenerateRequest(f"{self._rid_prefix}/{self._serial}/{name}/", input_ids, work.sampling,
-                                  tuple(seeds) if self._seeded else None, work.routing)
+                                  tuple(seeds) if self._seeded else None, work.routing,
+                                  work.expected.version if self._keeps_old and work.expected is not None else None)
         client = EngineClient(engine.url, self._session, request_timeout_s=self._rollout.request_timeout_s,
                               keys=engine.keys)
         try:

@@ -114,6 +114,8 @@ class GenerateRequest:
         sampling: how.
         seeds: one per sample; None where the engine has no seed per sample (SGLang).
         routing: of the model, if the experts of all tokens are wanted too.
+        cached_for: the request finds nothing in SGLang's prefix cache but what others of the same name left there;
+            None: of those without a name.
     """
 
     rid: str
@@ -121,12 +123,15 @@ class GenerateRequest:
     sampling: Sampling
     seeds: tuple[int, ...] | None = None
     routing: RoutingShape | None = None
+    cached_for: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The body of /generate, asking for the log-probs of the sampled tokens."""
         body = {"rid": self.rid, "input_ids": self.input_ids.tolist(), "return_logprob": True,
                 "sampling_params": self.sampling.to_json(self.seeds)}
-        return body if self.routing is None else {**body, "return_routed_experts": True}
+        if self.routing is not None:
+            body["return_routed_experts"] = True
+        return body if self.cached_for is None else {**body, "extra_key": self.cached_for}
 
 
 @dataclass(frozen=True)

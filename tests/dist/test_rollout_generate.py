@@ -308,6 +308,16 @@ def test_sglang_gets_no_list_of_seeds():
     assert all("sampling_seed" not in request["sampling_params"] for request in engine.requests)
 
 
+def test_requests_find_no_prefixes_of_older_weights_where_sglang_keeps_them():
+    for on_update, expected in (("in_place", [format_version(GENERATION, 0), format_version(GENERATION, 1)]),
+                                ("retract", [None, None])):
+        engine = ScriptedEngine()
+        with Stage([engine], config=make_config(rollout={"engine": "sglang", "on_update": on_update})) as stage:
+            stage.collect(0)
+            stage.collect(1)
+        assert [request.get("extra_key") for request in engine.requests] == [one for one in expected for _ in range(4)]
+
+
 def test_client_tells_failures_apart():
     engine = ScriptedEngine()
     request = GenerateRequest("r/", np.array([1, 2], np.int32), Sampling(4))

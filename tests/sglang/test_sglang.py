@@ -145,6 +145,40 @@ def test_log_probs_after_temperature_equal_transformers(world, models):
     assert worst < 1e-4
 
 
+def test_prefixes_of_old_weights_are_found_under_their_name_alone(world, models):
+    """What `rollout.on_update: in_place` relies on: SGLang keeps prefixes, and hands them to requests of one name."""
+    record, ids = engine(world), np.arange(10, 40, dtype=np.int32)
+
+    async def talk(session: Any) -> list[Completion]:
+        asked, found = client(record, session), []
+
+        async def ask_as(name: str | None) -> None:
+            request = GenerateRequest(f"named/{len(found)}/", ids, Sampling(4, 0.0), cached_for=name)
+            found.extend(await asked.generate(request, vocab_size=VOCABULARY))
+
+        async def load_in_place(folder: Path) -> None:
+            await asked.pause("in_place")
+            await asked.update_from_disk(str(folder))
+            await asked.continue_()
+
+        await ask_as("a:1")
+        await ask_as("a:1")
+        await load_in_place(models[1])
+        await ask_as("a:1")
+        await ask_as("a:2")
+        await load_in_place(models[0])
+        await asked.flush()
+        return found
+
+    first, again, stale, fresh = in_loop(talk, 120.0)
+    assert (first.cached_tokens, fresh.cached_tokens) == (0, 0) < (again.cached_tokens, stale.cached_tokens)
+    with torch.no_grad():
+        logprobs = load(models[1])(torch.from_numpy(ids[None].astype(np.int64))).logits[0, -1].float().log_softmax(-1)
+    told = {name: abs(float(one.logprobs[0] - logprobs[int(one.response_ids[0])]))
+            for name, one in (("stale", stale), ("fresh", fresh))}
+    assert told["fresh"] < 1e-4 < told["stale"], told
+
+
 def test_keys_open_what_they_should_and_are_seen_by_nobody(world):
     record = engine(world)
     request = GenerateRequest("keys/", prompts(1)[0], Sampling(2))
