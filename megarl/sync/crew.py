@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import math
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,11 @@ from megarl.errors import MachineFault, UserMistake
 from megarl.rollout.client import EngineClient, EngineTimeout, open_session
 from megarl.rollout.fleet import EngineRecord
 from megarl.rollout.protocol import EngineError
-from megarl.sync.background import EventLoop, all_well
+from megarl.sync.background import EventLoop, all_well, in_thread
 from megarl.sync.sets import EngineSet
 
 ASK_S = 10.0  # for an answer that needs no work
+TOLD_S = 5.0  # for what trainer 0 found at a muster to be seen by the others
 
 T = TypeVar("T")
 
@@ -61,15 +64,18 @@ class Crew:
         is_source: whether this trainer sends weights; trainer 0 does.
         timeout_s: of every collective: a trainer waits here for as long as another one sends.
         call_timeout_s: of calls to engines.
+        muster_timeout_s: within which all trainers come to a muster.
     Attributes:
         loop: where calls to engines run; on sources only.
         is_zero: whether this is trainer 0.
     """
 
-    def __init__(self, is_source: bool, timeout_s: float, call_timeout_s: float) -> None:
+    def __init__(self, is_source: bool, timeout_s: float, call_timeout_s: float, muster_timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._speaks, self.is_zero = is_source, dist.get_rank() == 0
-        self.call_timeout_s = call_timeout_s
+        self.call_timeout_s, self._muster_timeout_s, self._musters = call_timeout_s, muster_timeout_s, 0
+        # for what trainer 0 finds: gloo closes all connections of a rank for which one operation took too long
+        self._board = dist.PrefixStore(f"muster/{self._group.group_name}", dist.distributed_c10d._get_default_store())
         if is_source:
             self.loop = EventLoop("megarl publish")
             self._session = self.loop.run(_open())
@@ -82,10 +88,63 @@ class Crew:
     def muster(self) -> None:
         """Return when all trainers are here.
 
+        `dist.monitored_barrier` would not do: it has trainer 0 alone name who is missing, and the others may end first,
+        with nothing to tell.
+
         Raises:
-            RuntimeError: on trainer 0, with the ranks that did not come in time (gloo's monitored barrier).
+            MachineFault: on every trainer, naming those that are gone or did not come within the timeout after
+                trainer 0; or trainer 0, if it is gone or did not come within the timeout after this one.
         """
-        dist.monitored_barrier(self._group, wait_all_ranks=True)
+        self._musters += 1
+        missing = self._call() if self.is_zero else self._answer()
+        if missing:
+            raise MachineFault(f"the trainers did not meet to publish weights: {missing}")
+
+    def _call(self) -> str:
+        """Trainer 0's part of a muster: say that it is here, wait for the others, tell them; who is missing, or ""."""
+        others, deadline = range(1, dist.get_world_size()), time.monotonic() + self._muster_timeout_s
+        words = [self._post(dist.isend, _word(0), rank) for rank in others]
+        here = [self._post(dist.irecv, _word(0), rank) for rank in others]
+        gone, late = [], []
+        for rank, work in zip(others, here, strict=True):
+            if not _ends(work, deadline):
+                (gone if time.monotonic() < deadline else late).append(rank)
+        missing = "; ".join(filter(None, [_named(gone, "gone"), _named(late, "late", self._muster_timeout_s)]))
+        if missing:
+            _briefly(lambda: self._board.set(str(self._musters), missing), None)
+        words += [self._post(dist.isend, _word(len(missing)), rank) for rank in others if rank not in gone + late]
+        deadline = time.monotonic() + (TOLD_S if missing else self._muster_timeout_s)
+        for work in words:
+            _ends(work, deadline)  # a trainer that is lost only now fails what comes next
+        return missing
+
+    def _answer(self) -> str:
+        """The other trainers' part."""
+        deadline = time.monotonic() + self._muster_timeout_s
+        word = self._post(dist.isend, _word(0), 0)
+        if _ends(self._post(dist.irecv, _word(0), 0), deadline):
+            deadline, verdict = time.monotonic() + self._muster_timeout_s + TOLD_S, _word(0)
+            if _ends(self._post(dist.irecv, verdict, 0), deadline) and _ends(word, deadline) and not verdict:
+                return ""
+        elif time.monotonic() >= deadline:
+            return _named([0], "late", self._muster_timeout_s)
+        return _briefly(self._read, "") or _named([0], "gone")
+
+    def _read(self) -> str:
+        """What trainer 0 has found missing, "" if it has not said so in time."""
+        key, until = str(self._musters), time.monotonic() + TOLD_S
+        while not self._board.check([key]):
+            if time.monotonic() > until:
+                return ""
+            time.sleep(0.05)
+        return self._board.get(key).decode()
+
+    def _post(self, start: Callable[..., dist.Work], word: torch.Tensor, rank: int) -> dist.Work | None:
+        """Begin to send or receive; None if there is no connection any more."""
+        try:
+            return start(word, rank, self._group)
+        except RuntimeError:
+            return None
 
     def together(self, work: Callable[[], T]) -> T:
         """Do this rank's part of a phase; return when all trainers have done theirs, raise if one of them failed."""
@@ -175,6 +234,38 @@ class Crew:
         if self._speaks:
             self.loop.run(self._session.close())
             self.loop.close()
+
+
+def _word(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32)
+
+
+def _ends(work: dist.Work | None, deadline: float) -> bool:
+    """Wait for it until then; whether it has ended well."""
+    try:
+        # 0 would be no timeout at all
+        return work is not None and work.wait(datetime.timedelta(
+            milliseconds=max(1, math.ceil(1000 * (deadline - time.monotonic())))))
+    except RuntimeError:
+        return False
+
+
+def _briefly(call: Callable[[], T], otherwise: T) -> T:
+    """The result of a call to the store, which may be lost with its host, or hang."""
+    try:
+        return in_thread(call, "muster").result(2 * TOLD_S)
+    except (RuntimeError, TimeoutError):
+        return otherwise
+
+
+def _named(ranks: Sequence[int], how: Literal["gone", "late"], timeout_s: float = 0.0) -> str:
+    """What to tell of trainers that are missing, "" if there are none."""
+    if not ranks:
+        return ""
+    who = f"trainer rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    if how == "gone":
+        return f"{who} {'are' if len(ranks) > 1 else 'is'} gone"
+    return f"{who} did not come within {timeout_s:g} s (cluster.timeout_s)"
 
 
 async def _open() -> Any:

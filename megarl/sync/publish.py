@@ -81,7 +81,7 @@ class WeightPublisher:
                  generation: str, fleet: Fleet | None = None) -> None:
         self._chunks, self._hf, self._config, self._fleet = list(chunks), hf, config, fleet
         patience_s = config.cluster.timeout_s + config.rollout.no_engine_timeout_s + config.rollout.request_timeout_s
-        self._crew = Crew(is_source(), patience_s, config.sync.timeout_s)
+        self._crew = Crew(is_source(), patience_s, config.sync.timeout_s, config.cluster.timeout_s)
         self._transport = make_transport(config, self._crew, address, generation)
         self._sets: list[EngineSet] = []
         self._next_set = 1
