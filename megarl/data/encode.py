@@ -32,23 +32,29 @@ class Encoder:
             content: text, or a list of {"role": text, "content": text}.
             where: file and line, for messages.
         Raises:
-            UserMistake: content of another type, an empty prompt, a template that is missing or refuses the messages.
+            UserMistake: content of another type, an empty prompt, half of a character, a template that is missing or
+                refuses the messages.
         """
         mode = self._config.chat_template
         if isinstance(content, str) and mode != "always":
-            ids = self._ids(content, special=True)
+            ids = self._ids(content, where, special=True)
         else:
             messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
             _check_messages(messages, where)
             if mode == "never":
                 raise UserMistake("the prompt is chat messages, but data.chat_template is never", where,
                                   "set it to auto, or give text")
-            ids = self._ids(self._rendered(messages, where), special=False)
+            ids = self._ids(self._rendered(messages, where), where, special=False)
         if not ids:
             raise UserMistake("the prompt has no tokens", where, "remove the row")
         return np.array(ids, np.int32)
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _ids(self, text: str, where: str, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserMistake(f"the prompt has half of a character: {text[error.start:error.start + 1]!a}", where,
+                              "correct or remove the row (JSON writes some characters as two halves)") from error
         return self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
 
     def _rendered(self, messages: list[dict[str, str]], where: str) -> str:

@@ -22,7 +22,8 @@ def write_rollouts(run_dir: Path | str, step: int, rank: int, groups: Iterable[G
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{prefix}step_{step:04d}.rank{rank}.jsonl"
     partial = target.with_suffix(".partial")
-    with open(partial, "w", encoding="utf-8") as file:
+    # halves of characters, as labels may have them, as the escapes that JSON has for them
+    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
         for group in groups:
             for sample in group.samples:
                 file.write(json.dumps(_line(step, sample), ensure_ascii=False, default=str) + "\n")

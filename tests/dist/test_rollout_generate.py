@@ -429,12 +429,14 @@ def test_loads_reach_the_leaders_and_stay_with_their_process():
 def test_records_are_written_whole(tmp_path):
     with Stage([ScriptedEngine()]) as stage:
         _, (result,) = stage.collect()
+    halved = result.groups[0]
+    halved.samples[:] = [replace(sample, prompt=replace(sample.prompt, label="\ud83d")) for sample in halved.samples]
     result.groups[1].samples[2].reward, result.groups[1].samples[2].reward_terms = 0.5, {"exact": 0.5}
     path = write_rollouts(tmp_path, 12, 3, result.groups)
     assert path == tmp_path / "rollouts" / "step_0012.rank3.jsonl"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 16
+    assert len(lines) == 16 and lines[0]["label"] == "\ud83d"
     line, sample = lines[6], result.groups[1].samples[2]
     assert (line["position"], line["n"], line["reward"], line["reward_terms"]) == (1, 2, 0.5, {"exact": 0.5})
     assert line["response_ids"] == sample.response_ids.tolist() and line["response"] == sample.text

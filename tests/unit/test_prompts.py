@@ -219,6 +219,8 @@ LINES = {
     "bad message": ('{"prompt": [{"role": "user", "content": [1]}], "label": 1}\n', "line 1: .*is not a chat message"),
     "template refuses": ('{"prompt": [{"role": "tool", "content": "w1"}], "label": 1}\n',
                          "line 1: the chat template refuses the messages: no tools here"),
+    "half of a character": ('{"prompt": "w1 \\ud83d", "label": 1}\n',
+                            r"a.jsonl line 1: the prompt has half of a character: '.ud83d'"),
     "no tokens": ('{"prompt": "", "label": 1}\n', "a.jsonl line 1: the prompt has no tokens"),
     "all too long": (json.dumps({"prompt": "w1 " * 30, "label": 1}) + "\n",
                      "a.jsonl: all 1 prompts are longer than data.max_prompt_tokens .* the longest has 31 tokens"),
