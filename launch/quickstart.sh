@@ -19,4 +19,6 @@ echo "3. the exported model, through transformers, on prompts that it never saw"
 echo
 echo "reward curve   $run_dir/reward.png"
 echo "TensorBoard    $venv/bin/tensorboard --logdir $run_dir/tensorboard"
-echo "checkpoint     $run_dir/export"
+echo "checkpoint     $run_dir/export (Hugging Face)"
+echo "samples        $run_dir/rollouts, metrics $run_dir/metrics.jsonl"
+echo "next           README.md, \"A run of your own\""
