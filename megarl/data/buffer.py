@@ -22,7 +22,7 @@ from megarl.data.sample import Group
 from megarl.data.table import SampleTable
 from megarl.errors import MachineFault, UserMistake
 
-_COUNTS = ("response_tokens", "prompt_tokens", "cached_tokens", "samples", "truncated", "retries", "resumed")
+_COUNTS = ("prompt_tokens", "samples", "retries", "resumed")
 _FAILED = tuple(f"failed/{reason}" for reason in (  # of requests, `EngineError.reason`
     "lost", "timeout", "failed", "busy", "bad_answer", "wrong_version", "aborted", "error"))
 
@@ -142,27 +142,30 @@ class ExperienceBuffer:
 
     def _measure(self, collected: Collected) -> dict[str, float]:
         """Metrics of all samples of the step, filtered groups included; collective over the leaders."""
-        samples = [s for group in (*collected.groups, *collected.filtered) for s in group.samples if s.part == 0]
+        parts = [s for group in (*collected.groups, *collected.filtered) for s in group.samples]
+        samples = [s for s in parts if s.part == 0]
         rewards = [s.reward for s in samples if s.reward is not None]
         sums = {name: float(collected.counts.get(name, 0)) for name in (*_COUNTS, *_FAILED, *self._counters)}
         sums["failed"] = float(sum(report.failed for report in collected.reports))
         sums |= {"scored": float(len(rewards)), "unscored": float(len(samples) - len(rewards)),
-                 "reward": math.fsum(rewards),
+                 "reward": math.fsum(rewards), "sampled": float(sum(s.sampled_tokens for s in parts)),
+                 "cut": float(sum(s.finish == "length" for s in samples)),
                  "squares": math.fsum(r * r for r in rewards), "filtered": float(len(collected.filtered))}
         for term in self._terms:
             values = [s.reward_terms[term] for s in samples if term in s.reward_terms]
             sums |= {f"term {term}": math.fsum(values), f"count {term}": float(len(values))}
         total = sum_named(sums, self._groups.leaders)
-        scored, count = max(total["scored"], 1), max(total["samples"], 1)
+        scored, count = max(total["scored"], 1), max(total["scored"] + total["unscored"], 1)
         mean = total["reward"] / scored
         metrics = {
             "reward/mean": mean, "reward/std": math.sqrt(max(total["squares"] / scored - mean * mean, 0)),
             "reward/failed": total["failed"], "reward/unscored": total["unscored"],
-            "rollout/response_tokens": total["response_tokens"] / count,
-            "rollout/prompt_tokens": total["prompt_tokens"] / count,
-            "rollout/truncated": total["truncated"] / count, "rollout/retries": total["retries"],
+            "rollout/response_tokens": total["sampled"] / count, "rollout/truncated": total["cut"] / count,
+            "rollout/retries": total["retries"],
             "rollout/resumed": total["resumed"], "rollout/filtered_groups": total["filtered"]}
         metrics |= {f"rollout/{name}": total[name] for name in _FAILED if total[name]}
+        if total["samples"]:  # else all of the step's were answered before the last take
+            metrics["rollout/prompt_tokens"] = total["prompt_tokens"] / total["samples"]
         if len(self._terms) > 1:
             metrics |= {f"reward/{term}": total[f"term {term}"] / max(total[f"count {term}"], 1)
                         for term in self._terms}

@@ -75,6 +75,11 @@ class Sample:
         """Prompt plus response, in tokens."""
         return len(self.prompt.token_ids) + len(self.response_ids)
 
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens of the response the model has said."""
+        return len(self.response_ids) if self.trained is None else int(self.trained.sum())
+
     def token_versions(self) -> np.ndarray:
         """The number of the weights that made each response token, int32 [tokens]; -1 where it is not trained on.
 

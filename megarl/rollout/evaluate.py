@@ -48,7 +48,7 @@ def sums(groups: list[Group], chosen: EvalSetConfig) -> dict[str, float]:
         rewards = [s.reward for s in whole if s.reward is not None]
         found["samples"] += len(whole)
         found["unscored"] += len(whole) - len(rewards)
-        found["tokens"] += sum(len(s.response_ids) for s in group.samples)
+        found["tokens"] += sum(s.sampled_tokens for s in group.samples)
         found["truncated"] += sum(s.finish == "length" for s in whole)
         if rewards:
             found["prompts"] += 1

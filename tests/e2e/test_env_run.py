@@ -59,6 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                                           "environment": "talk"}]}
     tree["observe"] = {"rollouts": 1}
     launch_tree(place, tree)
+    ahead = tree["rollout"] | {"max_lag": 2}
+    run = tree["run"] | {"dir": str(place / "ahead"), "steps": 4}
+    launch_tree(place, tree | {"run": run, "rollout": ahead, "eval": {}})
     return place
 
 
@@ -69,6 +72,19 @@ def test_engine_and_trainer_agree_over_turns(folder: Path) -> None:
         assert step["reward/failed"] == step["environment/talk/failed"] > 0
         assert 0 < step["environment/talk/reward"] < 3
     assert 0 < metrics(folder, "run")[2]["eval/held/reward"] < 3
+
+
+def test_metrics_of_a_run_that_samples_ahead_are_of_what_it_trains(folder: Path) -> None:
+    retries = 0
+    for step in metrics(folder, "ahead")[1:]:
+        lines = [json.loads(line) for path in (folder / "ahead" / "rollouts").glob(f"step_{step['step']:04d}*")
+                 for line in path.read_text().splitlines()]
+        said = sum(sum(line["trained"] or [1] * len(line["response_ids"])) for line in lines)
+        assert step["rollout/response_tokens"] == pytest.approx(said / len(lines)) and said
+        assert step["rollout/truncated"] == sum(line["finish"] == "length" for line in lines) / len(lines)
+        assert step.get("environment/talk/retries", 0) == step.get("environment/talk/failed", 0)  # one each
+        retries += step.get("environment/talk/retries", 0)
+    assert retries == 4 * 8  # one episode of each prompt
 
 
 def test_what_was_trained_is_recorded(folder: Path) -> None:

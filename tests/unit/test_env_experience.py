@@ -97,4 +97,4 @@ def test_evaluation_counts_episodes() -> None:
     samples = [sample(0, 0, "x.x", 1.0), sample(0, 1, "xx", 1.0), sample(0, 2, "xx", 1.0), sample(1, 0, "x", 0.0)]
     found = sums([Group(PROMPT, samples)], EvalSetConfig(path="x", pass_at=[1, 2], sampling={"samples": 2}))
     assert (found["samples"], found["reward"], found["prompts"], found["unscored"]) == (2, 0.5, 1, 0)
-    assert (found["pass@1"], found["pass@2"], found["tokens"]) == (0.5, 1.0, 8)
+    assert (found["pass@1"], found["pass@2"], found["tokens"]) == (0.5, 1.0, 7)  # said, not heard

@@ -37,12 +37,14 @@ class _Played:
         samples: one per piece; none if the model was never asked.
         answer: text for reward terms.
         failed: why it has no reward.
+        attempts: of how many it was the last.
     """
 
     episode: Episode
     samples: list[Sample]
     answer: str
     failed: Failed | None
+    attempts: int
 
 
 class Environments:
@@ -119,7 +121,6 @@ class Environments:
             for attempt in range(config.retries + 1):
                 episode = Episode(chat, _completing(complete, work), self._limits(config.max_turn_tokens,
                                   config.max_turns, work), seed, f"p{prompt.position}/{n}.{attempt}")
-                work.counts[f"environment/{config.name}/attempts"] += 1
                 try:
                     async with self._endpoint.open(episode) as (url, key):
                         answer = await play(bound, episode, task, Client(url, key, self._config.model.path, episode))
@@ -129,7 +130,7 @@ class Environments:
                     failed = error
                     if error.kind not in ("error", "timeout"):
                         break
-        return _Played(episode, episode.samples(prompt, n, self._text), answer, failed)
+        return _Played(episode, episode.samples(prompt, n, self._text), answer, failed, attempt + 1)
 
     def _text(self, ids: list[int]) -> str:
         """For records: special tokens are shown, since they say who speaks."""
@@ -201,6 +202,7 @@ class Environments:
             counts["response_tokens"] += sampled
             counts["truncated"] += bool(one.samples) and episode.cut
             counts[f"{prefix}/episodes"] += 1
+            counts[f"{prefix}/attempts"] += one.attempts
             counts[f"{prefix}/turns"] += len(episode.turns)
             counts[f"{prefix}/samples"] += len(one.samples)
             counts[f"{prefix}/tool_calls"] += episode.tool_calls
