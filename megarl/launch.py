@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -156,6 +157,11 @@ def _lock(run_dir: Path, patience_s: float) -> IO[str]:
             if time.monotonic() - begun > patience_s:
                 raise MachineFault(f"another run is using {run_dir} after {patience_s:.0f} s") from None
             time.sleep(1.0)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):  # Lustre can be mounted without locks
+                raise
+            print(f"note: the file system of {run_dir} has no locks: nothing keeps another run away", flush=True)
+            return file
 
 
 def _run(command: list[str], environment: dict[str, str], logs: Path, lock: IO[str] | None,

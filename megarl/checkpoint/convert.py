@@ -6,13 +6,15 @@ and forgotten. The new directory appears under its name when all of it is on the
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -290,6 +292,7 @@ def _appearing(target: Path, team: Team) -> Iterator[Path]:
     """A directory to write in, which gets the name `target` at the end; of a failure nothing stays."""
     target = target.resolve()  # a link to a directory stays one
     partial = target.parent / f".{target.name}.partial"
+    held: list[IO[str]] = []
 
     def begin() -> None:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -298,8 +301,13 @@ def _appearing(target: Path, team: Team) -> Iterator[Path]:
             raise UserMistake("a file system is mounted there, and it must be made anew", str(target),
                               "name a directory in it")
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            held.append(_held(partial.with_suffix(".lock")))
             shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
-            partial.mkdir(parents=True)
+            partial.mkdir()
+        except BlockingIOError:
+            raise UserMistake("another conversion is making it", str(target),
+                              "wait for it, or name another directory") from None
         except OSError as error:
             raise UserMistake(f"it cannot be made: {error.strerror}", str(target),
                               "name a directory that can be written") from None
@@ -312,13 +320,30 @@ def _appearing(target: Path, team: Team) -> Iterator[Path]:
         partial.rename(target)
         files.flush(target.parent)
 
-    team.first(begin)
     try:
+        team.first(begin)
         yield partial
         team.first(lambda: _told(end))
     finally:
-        if team.rank == 0:
+        if held:
             shutil.rmtree(partial, ignore_errors=True)
+            Path(held[0].name).unlink(missing_ok=True)
+            held[0].close()
+
+
+def _held(path: Path) -> IO[str]:
+    """A lock, until it is closed or its process is gone: two conversions would write into each other's files.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+            raise
+    return file
 
 
 def _told(work: Callable[[], Any]) -> Any:

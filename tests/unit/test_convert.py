@@ -364,6 +364,22 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     assert same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
 
 
+def test_two_conversions_into_one_directory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is told, and the first comes out whole."""
+    add, more = convert.streams.BoxFile.add, []
+
+    def meanwhile(*arguments: object) -> None:
+        if not more:
+            more.append("tried")
+            refused(lambda: to_megatron(folder / "hf", tmp_path / "out", ALONE), "another conversion is making it")
+        add(*arguments)
+
+    monkeypatch.setattr(convert.streams.BoxFile, "add", meanwhile)
+    to_megatron(folder / "hf", tmp_path / "out", ALONE)
+    assert more and convert.refuse_damaged(tmp_path / "out", ALONE)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_killed_conversion_is_swept_away(folder: Path, tmp_path: Path) -> None:
     """By the next one; nothing ever stood under the target's name."""
     (tmp_path / ".out.partial").mkdir()

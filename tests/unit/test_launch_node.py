@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from megarl.cluster.nodes import Division, Node, divide
 from megarl.cluster.partition import Partition
 from megarl.config.schema import ClusterConfig, Config
 from megarl.errors import MachineFault, UserMistake, write_exit
-from megarl.launch import _forget_consequences, torchrun_command
+from megarl.launch import _forget_consequences, _lock, torchrun_command
 
 VARIABLES = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_PARTITION", "MEGARL_LIFE",
              "MEGARL_FIRST_RANK", "MEGARL_CONTROL", "SLURM_PROCID", "SLURM_NTASKS")
@@ -100,6 +102,19 @@ def test_what_ended_ranks_tell_is_forgotten(node: Callable[..., Node], tmp_path:
     write_exit(tmp_path, 75, "lost")
     _forget_consequences(tmp_path, rollouts)
     assert not (tmp_path / "exit.json").exists()
+
+
+@pytest.mark.parametrize("number, goes", [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.ENOLCK, False)])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, goes: bool,
+                                     capsys: pytest.CaptureFixture[str]):
+    """Lustre mounted without flock: a run goes on there, and says what nobody looks after. A failing one is told."""
+    def flock(file: Any, how: int) -> None:
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with contextlib.nullcontext() if goes else pytest.raises(OSError):
+        _lock(tmp_path, 0.0).close()
+    assert ("has no locks" in capsys.readouterr().out) == goes
 
 
 def test_a_port_in_use(node: Callable[..., Node]):
