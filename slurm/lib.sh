@@ -26,9 +26,19 @@ run() {
     fi
 }
 
+# bash's own SECONDS follow the wall clock, and whoever sets that must not seem to have stopped nodes: here they are
+# those since the host was started, as of the last tick
+unset SECONDS
+tick() {
+    read -r SECONDS _ </proc/uptime
+    SECONDS="${SECONDS%%.*}"
+}
+tick
+
 nap() { # SECONDS; a signal ends it
     sleep "$1" &
     wait $! || true
+    tick
 }
 
 # Settings and what follows from them. $root is the repository's.
@@ -43,6 +53,14 @@ begin() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     [ -z "${DRY:-}" ] || export PYTHONDONTWRITEBYTECODE=1
     in_slurm="${SLURM_JOB_ID:+yes}" job="${SLURM_JOB_ID:-local}" restart="${SLURM_RESTART_COUNT:-0}"
+    # what Slurm is asked about: one task of an array has the array's own number, which would mean all of them
+    own="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}" own="${own:-$job}"
+    if [ -n "$in_slurm" ]; then
+        # options of sbatch are defaults of every srun: steps need the variables that are set for them, and all GPUs and
+        # cores of their nodes, with one task there
+        export SLURM_EXPORT_ENV=ALL
+        unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
+    fi
     pretended="${DRY:+${NODES:-}}" # an allocation to print commands for
     first_port="${MASTER_PORT:-$((20000 + (10#${job//[!0-9]/0} * 61 + restart * 17) % 10000))}"
     IFS=' ' read -r -a srun_args <<<"${SRUN_ARGS:-}"
@@ -51,10 +69,16 @@ begin() {
 
 # --- nodes
 
-# The nodes of the allocation that Slurm has not taken away, one a line.
+# The nodes of the allocation that Slurm has not taken away, one a line. Slurm's controller may be away for some minutes.
 allocated() {
+    local nodes='' try
     if [ -n "$in_slurm" ]; then
-        scontrol show hostnames "$(squeue --noheader --jobs="$job" --format=%N)"
+        for try in {1..60}; do
+            if nodes="$(squeue --noheader --jobs="$own" --format=%N)" && [ -n "$nodes" ]; then break; fi
+            [ "$try" -gt 1 ] || say "Slurm does not tell the nodes of job $own; asking again every 10 s" >&2
+            nap 10
+        done
+        scontrol show hostnames "${nodes:-$SLURM_JOB_NODELIST}"
     elif [ -n "$pretended" ]; then
         tr -s ' ' '\n' <<<"$pretended"
     else
@@ -134,7 +158,8 @@ reap() { # NAME
 signal_step() { # NAME SIGNAL
     local numbers
     if [ -n "$in_slurm" ]; then
-        numbers="$(squeue --steps --noheader --jobs="$job" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')"
+        numbers="$(squeue --steps --noheader --jobs="$own" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')" ||
+            true # without Slurm's controller the step's srun is killed in the end
         # shellcheck disable=SC2086 # several numbers are several words
         [ -z "$numbers" ] || timeout 30 scancel --quiet --signal="$2" $numbers 2>/dev/null &
     else
@@ -145,7 +170,9 @@ signal_step() { # NAME SIGNAL
 # Ends steps, gracefully first where the signal is TERM. srun waits for a lost node until Slurm gives the node up, so in
 # the end it is killed itself.
 cancel() { # SIGNAL SECONDS NAME...
-    local name running=() deadline=$((SECONDS + $2))
+    local name running=() deadline
+    tick
+    deadline=$((SECONDS + $2))
     for name in "${@:3}"; do
         if is_running "$name"; then signal_step "$name" "$1"; fi
     done

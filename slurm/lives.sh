@@ -7,7 +7,8 @@
 #                    divided by the nodes). Nodes beyond those needed are spares.
 #   PREFLIGHT        full: measure all nodes before each launch; ping: see who answers; off (default: full, but ping on
 #                    one node).   PREFLIGHT_ARGS: further arguments of tools/preflight.py
-#   RETRIES          launches in a row that may fail without a finished step between them (default 3)
+#   RETRIES          launches in a row that may fail without a new checkpoint or a step further than all before; and
+#                    restarts of the job after which each life must leave a new checkpoint to be requeued (default 3)
 #   DEAD_S, HANG_S   a node is lost after so many seconds without a sign of life (60); a run hangs after so many
 #                    without progress, longer than any phase of a step (3600)
 #   STOP_S           seconds that the run has to save and end when it is asked to (540; --signal gives 600)
@@ -21,9 +22,10 @@ EXIT_GRACE_S=20 # for all ranks to end once one has told why it failed
 
 declare -A beat=() beat_at=() bad=() # of files: what was in them, and since when; of nodes: why they are left out
 healthy=() spares=()
-counter=''    # the process that says that this script is alive
-stop_asked='' # SECONDS when the stop was asked for
-end_asked=''  # the signal that ends the job, once it came
+counter=''      # the process that says that this script is alive
+run_dir=''      # unknown before the plan
+stop_asked=''   # SECONDS when the stop was asked for
+end_asked=''    # the signal that ends the job, once it came
 
 # --- nodes
 
@@ -31,7 +33,7 @@ mark_bad() { # NODE WHY
     [ -z "${bad[$1]:-}" ] || return 0
     bad[$1]="$2"
     say "node $1 is left out from now on: $2"
-    printf '%(%F %T)T job %s node %s: %s\n' -1 "$job" "$1" "$2" >>"$run_dir/bad_nodes"
+    printf '%(%F %T)T job %s node %s: %s\n' -1 "$job" "$1" "$2" >>"$run_dir/bad_nodes" || true # a full disk, say
 }
 
 # Sets `healthy`: the nodes that are allocated, answer, and pass the preflight, in the allocation's order.
@@ -74,7 +76,9 @@ measure() {
 
 # Waits for a step, ends it after the time or when there is something else to do; its status.
 wait_step() { # NAME SECONDS
-    local deadline=$((SECONDS + $2))
+    local deadline
+    tick
+    deadline=$((SECONDS + $2))
     while is_running "$1" && [ -z "$stop_asked$end_asked" ] && [ "$SECONDS" -lt "$deadline" ]; do nap 0.2; done
     cancel KILL 5 "$1"
     reap "$1"
@@ -83,6 +87,12 @@ wait_step() { # NAME SECONDS
 # --- signs of life
 
 read_step() { sed -n 's/.*"step": *\([0-9]*\).*/\1/p' "$run_dir/heartbeat.json" 2>/dev/null || true; }
+
+# The newest checkpoint's name, '' if there is none.
+newest() {
+    local found=("$run_dir"/checkpoints/step_????????)
+    [ ! -d "${found[-1]}" ] || echo "${found[-1]##*/}"
+}
 
 # The status in an exit.json, '' if there is none.
 exit_status() { sed -n 's/.*"status": *\([0-9]*\).*/\1/p' "$1/exit.json" 2>/dev/null || true; }
@@ -114,7 +124,12 @@ lost_a_node() { # STEP PREFIX FIRST
 start_counting() {
     local file="$run_dir/logs/$job.$restart.alive"
     [ "${ENVIRONMENT:-}" = BATCH ] || return 0
-    while echo "$SECONDS" >"$file" && sleep 2; do :; done &
+    # a disk that is full for a while must not end it
+    while :; do
+        echo "$SECONDS" >"$file" || true
+        sleep 2
+        tick
+    done 2>/dev/null &
     counter=$!
 }
 
@@ -122,7 +137,7 @@ keep_guard() {
     local container_args=() node="${healthy[-1]}" # it needs scontrol, and no Python
     if [ -z "$counter" ] || [ ${#healthy[@]} -eq 1 ] || [ -n "${bad[$node]:-}" ] || is_running guard; then return 0; fi
     start_step guard "$node" "$life_dir/guard.log" -- \
-        bash "$root/slurm/guard.sh" "$run_dir/logs/$job.$restart.alive" "$dead_s"
+        bash "$root/slurm/guard.sh" "$run_dir/logs/$job.$restart.alive" "$dead_s" "$own"
 }
 
 # --- one life: a launch, until its trainers have ended
@@ -220,9 +235,11 @@ replace_rollout() { # NUMBER STATUS CONFIG...
 
 # Until the trainers have ended or were ended; sets `outcome`: done, stopped, mistake or fault.
 watch() { # CONFIG...
-    local begun="$SECONDS" failed_at='' told status=0 prefix=node
+    local begun failed_at='' told status=0 prefix=node
     [ -z "$rollout_shares" ] || prefix=trainers
     mistaken=''
+    tick
+    begun="$SECONDS"
     while is_running trainers && [ -z "$end_asked$mistaken" ]; do
         nap 1
         keep_guard
@@ -266,7 +283,7 @@ end_rollouts() {
         if [ -n "${step_pid[rollouts$number]:-}" ]; then names+=("rollouts$number"); fi
     done
     for name in "${names[@]}"; do
-        while [ "$outcome" != fault ] && is_running "$name" && [ $SECONDS -lt $deadline ]; do nap 0.2; done
+        while [ "$outcome" != fault ] && is_running "$name" && [ "$SECONDS" -lt "$deadline" ]; do nap 0.2; done
     done
     cancel TERM 15 "${names[@]}"
     for name in "${names[@]}"; do reap "$name" || true; done
@@ -276,20 +293,23 @@ end_rollouts() {
 
 # Trains: as many lives as it takes. Ends this script.
 megarl_job() { # CONFIG...
-    local need try=0 failures=0 before
+    local need try=0 failures=0 step saved furthest
+    trap ask_to_stop USR1 # comes at once where the time limit is shorter than --signal says
     begin
     dead_s="${DEAD_S:-60}" hang_s="${HANG_S:-3600}" retries="${RETRIES:-3}"
     IFS=' ' read -r -a preflight_args <<<"${PREFLIGHT_ARGS:-}"
     plan "$@"
-    first_step="$(read_step)"
     need=$((${#trainer_ranks[@]} + ${#rollout_ranks[@]}))
-    trap ask_to_stop USR1
     trap 'end_asked=TERM' TERM
     trap 'end_asked=INT' INT
     trap 'end_asked=HUP' HUP
     trap end_all EXIT
+    [ -z "$in_slurm" ] || [ -n "${DRY:-}" ] || claim
+    first_saved="$(newest)" furthest="$(read_step)" furthest="${furthest:-0}"
     while :; do
-        try=$((try + 1)) life="$job.$restart.$try" life_dir="$run_dir/logs/$life"
+        # in an salloc, an earlier call of this script had lives too
+        while try=$((try + 1)) && [ -e "$run_dir/logs/$job.$restart.$try" ]; do :; done
+        life="$job.$restart.$try" life_dir="$run_dir/logs/$life"
         # two ports of its own for each life: what is left of an earlier one must not be met
         port=$((first_port + 2 * ((try - 1) % 100)))
         run mkdir -p "$life_dir"
@@ -297,9 +317,9 @@ megarl_job() { # CONFIG...
         [ -n "$counter${DRY:-}" ] || start_counting
         find_healthy
         [ -z "$end_asked" ] || finish 143 "ended by $end_asked"
-        [ -z "$stop_asked" ] || again "asked to stop before the start"
+        [ -z "$stop_asked" ] || again "asked to stop before the start (a time limit shorter than --signal asks for?)"
         [ ${#healthy[@]} -ge "$need" ] || again "${#healthy[@]} nodes are left of $need"
-        before="$(read_step)"
+        saved="$(newest)"
         launch "$@"
         [ -z "${DRY:-}" ] || exit 0
         watch "$@"
@@ -311,18 +331,38 @@ megarl_job() { # CONFIG...
                 again "stopped at step $(read_step)"
                 ;;
         esac
+        # asked for by hand, and the trainers failed before they saw it
+        [ ! -e "$run_dir/STOP" ] || [ -n "$stop_asked" ] || finish 0 "stopped by STOP, after a fault; the same command goes on"
         failures=$((failures + 1))
-        [ "$(read_step)" = "$before" ] || failures=1
+        [ "$(newest)" = "$saved" ] || failures=1
+        step="$(read_step)"
+        [ "${step:-0}" -le "$furthest" ] || failures=1 furthest="$step"
         [ "$failures" -le "$retries" ] || finish $EXIT_FAULT "$failures launches in a row have failed"
     done
+}
+
+# Has the run directory for this job: of two in one directory each would take the other's STOP and exit.json for its own.
+claim() {
+    local file="$run_dir/logs/job" other
+    other="$(cat "$file" 2>/dev/null)" || true
+    if [ -n "$other" ] && [ "$other" != "$own" ] &&
+        [ -n "$(squeue --noheader --jobs="$other" --states=RUNNING,SUSPENDED 2>/dev/null || true)" ]; then
+        printf 'error: run.dir: job %s is using %s\n  remedy: %s\n' "$other" "$run_dir" \
+            "scancel it, wait for it (sbatch --dependency=afterany:$other), or use another directory" >&2
+        exit $EXIT_MISTAKE
+    fi
+    mkdir -p "$run_dir/logs"
+    echo "$own" >"$file"
 }
 
 # The trainers see the file at the end of a step, save and end.
 ask_to_stop() {
     [ -z "$stop_asked" ] || return 0
+    tick
     stop_asked=$SECONDS
     say "asked to stop: the run saves at the end of this step"
-    : >"$run_dir/STOP" || true # where there is no run directory yet, nothing has been started
+    # where there is no run directory yet, nothing has been started
+    [ -z "$run_dir" ] || : >"$run_dir/STOP" || true
 }
 
 end_all() {
@@ -337,20 +377,22 @@ finish() { # STATUS WHY
     exit "$1"
 }
 
-# Leaves the rest to another life of the job, if it is one that Slurm can start again and this one got anywhere.
+# Leaves the rest to another life of the job, if it is one that Slurm can start again and this one left more than it found.
 again() { # WHY
-    local progressed="" status=$EXIT_FAULT
+    local status=$EXIT_FAULT
     [ -z "$stop_asked" ] || status=0
-    [ "$(read_step)" = "$first_step" ] || progressed=yes
-    if [ "${ENVIRONMENT:-}" != BATCH ]; then
+    if [ "${ENVIRONMENT:-}" != BATCH ] || [[ "$(scontrol -o show job "$own" || true)" == *" Requeue=0 "* ]]; then
         finish "$status" "$1; the same command goes on from the newest checkpoint"
-    elif [ -z "$progressed" ] && [ "$restart" -ge "$retries" ]; then
-        finish $EXIT_FAULT "$1, and no step was finished since the last restart: not requeued"
+    elif [ "$(newest)" = "$first_saved" ] && [ "$restart" -ge "$retries" ]; then
+        finish $EXIT_FAULT "$1, and no checkpoint was written since the last restart: not requeued"
     fi
     say "$1; requeued"
     end_all
     trap - EXIT
-    scontrol requeue "$job" # which kills this script
+    for _ in {1..30}; do # Slurm's controller may be away
+        if scontrol requeue "$own"; then break; fi # which kills this script
+        nap 20
+    done
     sleep 60
     exit $EXIT_FAULT
 }

@@ -21,6 +21,10 @@ fi
 # Slurm runs a copy of this script from elsewhere
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [ -f "$root/slurm/lib.sh" ] || root="${MEGARL_ROOT:-$SLURM_SUBMIT_DIR}"
+if [ ! -f "$root/slurm/lib.sh" ]; then
+    echo "error: $root is not megarl's repository; submit from its root, or set MEGARL_ROOT" >&2
+    exit 64
+fi
 # shellcheck source=slurm/lives.sh
 source "$root/slurm/lives.sh"
 megarl_job "$@"

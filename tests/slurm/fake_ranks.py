@@ -2,7 +2,7 @@
 
 Rank 0 hosts the meeting place. A step is a word from rank 0 to every other trainer and back, so a lost trainer makes
 rank 0 wait, as a collective would. Rollout ranks only listen. What a run does is in FAKE: `mistake` and `bug` end rank
-1 at its second step, `hang` stops rank 0 in its first life at step 5.
+1 at its second step, `hang` stops rank 0 in its first life at step 5, `unsaved` neither saves nor stops when asked.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ def lead(server: socket.socket, trainers: int, run: Path) -> None:
             if not peers[rank].recv(1):
                 raise MachineFault(f"rank {rank} is gone")
         replace(run / "heartbeat.json", {"step": step})
-        if stop := (run / "STOP").exists() or step % SAVE_EVERY == 0:
+        stop = (run / "STOP").exists() and os.environ.get("FAKE") != "unsaved"
+        if stop or step % SAVE_EVERY == 0 and os.environ.get("FAKE") != "unsaved":
             replace(saved, step)
-        if (run / "STOP").exists() or step == int(os.environ.get("FAKE_STEPS", 1 << 30)):
+            (run / "checkpoints" / f"step_{step:08d}").mkdir(parents=True, exist_ok=True)
+        if stop or step == int(os.environ.get("FAKE_STEPS", 1 << 30)):
             for peer in peers.values():
                 with suppress(OSError):
                     peer.sendall(b"end\n")
-            if stop and (run / "STOP").exists():
+            if stop:
                 write_exit(run, 0, "stopped on request")
             return
         time.sleep(STEP_S)

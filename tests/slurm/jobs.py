@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ class Job:
         steps: to train.
         overrides: further words of the command line.
         fake: run tests/slurm/fake_ranks.py in place of the trainer.
+        options: of sbatch; the nodes.
         environ: further settings of slurm/lib.sh.
     """
 
     def __init__(self, slurm: Cluster, files: Path, folder: Path, steps: int, *overrides: str, fake: bool = False,
-                 **environ: str) -> None:
+                 options: Sequence[str] = ("--nodes=4",), **environ: str) -> None:
         tree = good_tree(files)
         tree["run"] = {"dir": str(folder / "run"), "steps": steps}
         tree["checkpoint"] = {"every": 2, "keep": 2, "export": True}
@@ -45,7 +46,7 @@ class Job:
         settings = {"MEGARL_ROOT": str(ROOT), "MEGARL_VENV": sys.prefix, "OMP_NUM_THREADS": "1", "GPUS_PER_NODE": "1",
                     "PREFLIGHT": "ping", "DEAD_S": "12", "PYTHONPATH": str(Path(__file__).parent),
                     **({"MEGARL_PROGRAM": "fake_ranks", "FAKE_STEPS": str(steps)} if fake else {}), **environ}
-        self.number = slurm.submit("--nodes=4", f"--output={self.output}", str(ROOT / "slurm" / "train_moe.sh"),
+        self.number = slurm.submit(*options, f"--output={self.output}", str(ROOT / "slurm" / "train_moe.sh"),
                                    str(config), *overrides, **settings)
 
     def step(self) -> int:

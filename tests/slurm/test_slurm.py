@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import Cluster
@@ -24,8 +25,8 @@ def submit(slurm: Cluster, files: Path, tmp_path: Path) -> Iterator[Callable[...
     """`submit(steps, overrides..., SETTING=value...)` -> a job of fake ranks; it is cancelled at the end."""
     jobs = []
 
-    def make(steps: int, *overrides: str, **environ: str) -> Job:
-        jobs.append(Job(slurm, files, tmp_path, steps, *overrides, fake=True, **environ))
+    def make(steps: int, *overrides: str, **settings: Any) -> Job:
+        jobs.append(Job(slurm, files, tmp_path, steps, *overrides, fake=True, **settings))
         return jobs[-1]
 
     yield make
@@ -99,6 +100,64 @@ def test_failing_launches_are_bounded(submit: Callable[..., Job]) -> None:
     assert "2 launches in a row have failed" in job.told() and f"life {job.number}.0.3" not in job.told()
 
 
+def test_restarts_without_a_checkpoint_are_bounded(slurm: Cluster, submit: Callable[..., Job]) -> None:
+    """A run that cannot save before its time is up does the same steps in every life; further ones are no progress."""
+    job = submit(1 << 30, FAKE="unsaved", RETRIES="1", STOP_S="2")
+    for life in range(2):
+        job.until(lambda life=life: job.told().count("starts after step 0") == life + 1, "no new life")
+        job.until(lambda life=life: 5 + 10 * life <= job.step() < 60, "it does not count")
+        slurm.call("scancel", "--batch", "--signal=USR1", job.number)
+        if not life:
+            job.requeued(1)
+    assert job.wait(60.0) == ("FAILED", "75:0", "1"), job.told()
+    assert "no checkpoint was written since the last restart: not requeued" in job.told()
+
+
+def test_a_stop_by_hand_outlasts_a_failed_launch(submit: Callable[..., Job]) -> None:
+    """The trainers hang and are ended before they see the file."""
+    job = submit(60, FAKE="hang", HANG_S="10")
+    job.reach(5)
+    (job.run / "STOP").touch()
+    assert job.wait(60.0) == ("COMPLETED", "0:0", "0"), job.told()
+    assert "no sign of progress for 10 s" in job.told() and job.told().count("starts after step") == 1
+
+
+def test_asked_to_stop_before_the_start(slurm: Cluster, submit: Callable[..., Job]) -> None:
+    """Slurm sends USR1 soon where the time limit is shorter than --signal's: the script still makes its plan."""
+    job = submit(60, RETRIES="0")
+    job.until(job.output.exists, "it does not begin")
+    time.sleep(0.5)
+    slurm.call("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.wait(60.0) == ("FAILED", "75:0", "0"), job.told()
+    assert "asked to stop before the start (a time limit shorter than --signal asks for?)" in job.told()
+
+
+def test_a_job_that_may_not_be_requeued(slurm: Cluster, submit: Callable[..., Job]) -> None:
+    """It saves, and ends well."""
+    job = submit(1 << 30, options=("--nodes=4", "--no-requeue"))
+    job.reach(5)
+    slurm.call("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.wait(60.0) == ("COMPLETED", "0:0", "0"), job.told()
+    assert "the same command goes on from the newest checkpoint" in job.told()
+
+
+def test_two_jobs_in_one_directory(slurm: Cluster, submit: Callable[..., Job], tmp_path: Path) -> None:
+    """The second is told which the first is, and touches nothing."""
+    first = slurm.submit("--nodes=1", "--output=/dev/null", "--wrap=sleep 600")
+    try:
+        (tmp_path / "run" / "logs").mkdir(parents=True)
+        (tmp_path / "run" / "logs" / "job").write_text(f"{first}\n")
+        (tmp_path / "run" / "STOP").touch()
+        job = submit(5, options=("--nodes=3",))
+        assert job.wait(60.0) == ("FAILED", "64:0", "0"), job.told()
+        assert f"job {first} is using {job.run}" in job.told() and (job.run / "STOP").exists()
+    finally:
+        slurm.call("scancel", first)
+    slurm.wait_idle()
+    job = submit(5, options=("--nodes=3",))
+    assert job.wait(60.0) == ("COMPLETED", "0:0", "0"), job.told()
+
+
 def test_lost_nodes(slurm: Cluster, submit: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:
     """The rollout node's processes die: the trainers go on. A trainer node loses its power: on with the spare."""
     job = submit(1 << 30)
@@ -157,4 +216,9 @@ def test_dry_run_writes_nothing(files: Path, tmp_path: Path) -> None:
     assert [re.search(r"--job-name=(\w+)", line)[1] for line in commands if "srun" in line] == [
         "preflight", "trainers", "rollouts0"]
     assert r"--nodelist=a\,b" in commands[-2] and r"NPROC_PER_NODE=1\,1" in commands[-2]
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == before and "local.0.1:" in done.stdout
+
+    (tmp_path / "run" / "logs" / "local.0.1").mkdir(parents=True)  # of an earlier call in the same allocation
+    again = subprocess.run(done.args, capture_output=True, text=True, env={
+        **os.environ, "DRY": "1", "NODES": "a b c d", "GPUS_PER_NODE": "1", "MEGARL_VENV": sys.prefix})
+    assert "life local.0.2:" in again.stdout
