@@ -38,7 +38,9 @@ MARK = "metadata.json"  # Megatron-core's mark of a checkpoint
 COMMON = "common.pt"  # what is no tensor
 BESIDE = "beside."  # keys of tensors that a conversion keeps and training has no place for
 _NOT_THE_MODEL = ("dtype", "max_positions", "eos_ids", "raw", "path")  # fields of HFConfig
-_BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
+# what reading a damaged file raises; of a pickle with a flipped bit, the last four too
+_BROKEN = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError, TypeError, AttributeError,
+           ImportError, MemoryError)
 
 
 def is_megatron(path: str | Path) -> bool:
@@ -282,7 +284,7 @@ def read_index(path: str | Path) -> tuple[dict[str, TensorStorageMetadata], File
             ends[stored.relative_path] = max(ends[stored.relative_path], stored.offset + stored.length)
         tensors = {key: found for key, found in index.state_dict_metadata.items()
                    if isinstance(found, TensorStorageMetadata)}
-    except (*_BROKEN, AttributeError, ImportError, TypeError) as error:
+    except _BROKEN as error:
         raise damaged(path, f".metadata: {_first_line(error)}") from None
     for name, end in sorted(ends.items()):
         file = Path(path) / name

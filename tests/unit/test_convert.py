@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import models
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import convert, inspect
 from megarl.checkpoint.convert import to_hf, to_megatron
-from megarl.checkpoint.megatron_dir import MegatronDir
+from megarl.checkpoint.megatron_dir import MegatronDir, common_state
 from megarl.checkpoint.safetensors_dir import INDEX
 from megarl.checkpoint.streams import SafetensorsFile, Slot, plan_files
 from megarl.checkpoint.team import Team, shared_out
@@ -271,6 +272,13 @@ def test_a_flipped_bit_is_told(folder: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "mg/__0_0.distcp").write_bytes(bytes(data))
     refused(lambda: to_hf(tmp_path / "mg", tmp_path / "out", ALONE), "damaged: decoder")
     assert [path.name for path in tmp_path.iterdir()] == ["mg"]
+    common, draw = (folder / "mg/common.pt").read_bytes(), random.Random(3)
+    for _ in range(300):
+        data = bytearray(common)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        (tmp_path / "mg/common.pt").write_bytes(bytes(data))
+        with suppress(UserMistake):  # what is no mistake is the same, or another value
+            common_state(tmp_path / "mg")
     shutil.copyfile(folder / "mg/checksums.json", tmp_path / "mg/checksums.json")
     index, draw = (folder / "mg/.metadata").read_bytes(), random.Random(0)
     for _ in range(100):  # a pickle, of which anything may come out
