@@ -176,12 +176,14 @@ class Trainer:
 
     def _guard(self, stats: dict[str, float]) -> None:
         """Tell of a leap of the loss or gradient norm, keep the samples that made it, stop if that is asked for."""
-        told, folder = self.guard.judge(stats), self.run_dir / "guard"
+        told, folder = self.guard.judge(self.progress.step, stats), self.run_dir / "guard"
         if not told:
             return
-        self.report.say(f"warning: step {self.progress.step + 1}: {told}")
-        if self.guard.wants_dump():
+        kept = self.guard.wants_dump()
+        if kept:
             self._keep_samples()
+        self.report.say(f"warning: step {self.progress.step + 1}: {told}"
+                        + (f"; the step's samples are in {folder}" if kept else ""))
         self.guard.raise_if_asked(told, str(folder))
 
     def _keep_samples(self) -> None:

@@ -219,7 +219,8 @@ class GuardConfig(Section):
 
     spike: NonNegativeFloat = Field(10.0, description="standard deviations (by the median absolute deviation) above "
                                     "the median at which a loss, KL or gradient norm is a spike; 0 is off")
-    window: int = Field(50, ge=10, description="optimizer steps that it is compared with")
+    window: int = Field(50, ge=10, description="optimizer steps that it is compared with (a KL: "
+                        "with those in the same place of so many steps)")
     action: Literal["warn", "stop"] = Field("warn", description="warn: say so and write the step's samples to "
                                             "run.dir/guard; stop: end the run then")
 
