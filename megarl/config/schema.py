@@ -185,7 +185,10 @@ class ObjectiveConfig(Section):
         "(decoupled), or the engine's (naive; correction.kind must be none)")
     correction: CorrectionConfig = Field(CorrectionConfig(), description="for the gap between engine and trainer")
     gap_alarm: GapAlarmConfig = Field(GapAlarmConfig(), description="for a gap that no correction should hide")
-    dynamic_sampling: bool | None = Field(None, description="drop groups whose rewards are all equal and refill")
+    dynamic_sampling: bool | None = Field(
+        None, description="true: a group whose rewards are all equal (and where turns are credited apart, whose "
+        "advantages are all 0) is not trained on, and one more prompt is sampled for it, at most "
+        "refill_rounds * prompts_per_step times a step")
     refill_rounds: PositiveInt = Field(4, description="bound on the rounds of dynamic sampling")
     mask_truncated: bool = Field(False, description="overlong filter: do not train on samples cut by the length limit")
     overlong_buffer: NonNegativeInt = Field(0, description="soft overlong punishment: its length in tokens; 0 is off")
