@@ -130,12 +130,23 @@ def _failure(told_in: Path, logs: Path, node: Node) -> RanksFailed:
     else:
         text = (logs / "torchrun.log").read_text(errors="replace")
         first = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)
-        what = f"rank {first[1]} ended with exit code {first[2]}" if first else "torchrun ended"
-        killed = " (killed, perhaps for want of memory)" if first and first[2] == "-9" else ""
-        message, status = f"{what}{killed} without telling why", EXIT_FAULT
+        message = _unexplained(first[1], int(first[2])) if first else "torchrun ended without telling why"
+        status = EXIT_FAULT
     if node.rank:
         message = "see node 0's output"
     return RanksFailed(message if status == EXIT_MISTAKE else f"{message}\n  logs: {logs}", status)
+
+
+def _unexplained(rank: str, code: int) -> str:
+    """What to tell of a rank that left no cause. A negative code is the number of the signal that killed it."""
+    if code >= 0:
+        return f"rank {rank} ended with exit code {code} without telling why"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    why, more = "", ""
+    if name == "SIGKILL":
+        why = ", most often by the system for want of memory (dmesg tells)"
+        more = "; if memory was short, use less or give more"
+    return f"rank {rank} was killed by {name}{why}\n  remedy: the same command goes on from the newest checkpoint{more}"
 
 
 def _lock(run_dir: Path, patience_s: float) -> IO[str]:

@@ -78,7 +78,8 @@ def sample(config: Config, trainer: Trainer) -> None:
         report.step(trainer.progress.step)
     trainer.settle()
     if trainer.progress.step < config.run.steps:
-        trainer.stop()
+        return trainer.stop()
+    report.heartbeat.beat("finished")
 
 
 def main(argv: list[str]) -> None:

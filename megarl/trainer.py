@@ -281,6 +281,7 @@ class Trainer:
             save_hf(self.policy.chunks, self.policy.hf, self.groups.layout, self.config.model.path,
                     self.run_dir / "export")
             self.report.say(f"exported to {self.run_dir / 'export'}")
+        self.report.heartbeat.beat("finished")
 
     def _asked_to_stop(self) -> bool:
         """Trainer 0's view of the file STOP, on all trainers."""
@@ -295,3 +296,4 @@ class Trainer:
             (self.run_dir / STOP).unlink(missing_ok=True)
         self.report.say(f"stopped on request after step {self.progress.step} of {self.config.run.steps}; start it "
                         "again to go on")
+        self.report.heartbeat.beat("stopped")

@@ -243,7 +243,7 @@ class Checkpoints:
                    if key in before and self._fixed(key)]
         if refused:
             raise UserMistake(f"the run would go on by other rules: {'; '.join(refused)}", str(path),
-                              "change the config back, or set checkpoint.allow_changes: true")
+                              "change the config back, set checkpoint.allow_changes: true, or give another run.dir")
 
 
 class _as_fault:

@@ -129,7 +129,7 @@ class ExperienceBuffer:
             problems = _problems(collected.reports)
         table = gather_table(local, self._groups)
         if not len(table):
-            _refuse_empty(step, problems, metrics.get("rollout/filtered_groups", 0.0), decision.dropped)
+            _refuse_empty(step + 1, problems, metrics.get("rollout/filtered_groups", 0.0), decision.dropped)
         return Taken(local, found, table, decision.position, tuple(decision.unfinished), metrics, problems,
                      decision.saves)
 
@@ -137,7 +137,7 @@ class ExperienceBuffer:
         """The admission rule keeps samples young enough; a mistake in it must not train."""
         oldest = local.versions[local.versions >= 0].min(initial=step)
         if oldest < step - self._max_lag:
-            raise MachineFault(f"a token of version {oldest} was to be trained in step {step}, rollout.max_lag is "
+            raise MachineFault(f"a token of version {oldest} was to be trained in step {step + 1}, rollout.max_lag is "
                                f"{self._max_lag}")
 
     def _measure(self, collected: Collected) -> dict[str, float]:
@@ -183,7 +183,7 @@ def _problems(reports: list[Report]) -> str:
 
 
 def _refuse_empty(step: int, problems: str, filtered: float, dropped: int) -> None:
-    """End a run that has nothing to train on, with the same words on every trainer.
+    """End a run that has nothing to train on, with the same words on every trainer. `step` is told: from 1.
 
     A step of which dynamic sampling kept nothing is no failure: it changes nothing, and the next prompts may teach.
     """
@@ -193,6 +193,6 @@ def _refuse_empty(step: int, problems: str, filtered: float, dropped: int) -> No
         return
     if told[0]:
         raise UserMistake(f"no sample of step {step} has a reward\n{told[0]}", "reward.terms",
-                          "correct the reward function, or set reward.on_error: value")
+                          "correct the reward function, or set reward.on_error: value and reward.error_value")
     raise MachineFault(f"no sample of step {step} can be trained on: {dropped} groups were dropped, no engine could "
                        "answer them")

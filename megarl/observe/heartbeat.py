@@ -14,7 +14,7 @@ class Heartbeat:
     """Keeps `run_dir/heartbeat.json` young: {"step": finished steps, "phase": ..., "time": seconds since 1970}.
 
     It is written by the main thread where it makes progress, so it grows old if that hangs; no phase of a healthy run
-    writes it more rarely than it lasts.
+    writes it more rarely than it lasts. The last phase is "finished" or, with steps left to do, "stopped".
 
     Args:
         run_dir: where; None: nothing is written.

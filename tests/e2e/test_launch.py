@@ -50,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("end", "status", "told"), [
     ("mistake", 64, "error: rank 1: some.key: 7 is too much\n  remedy: use 6\n"),
     ("bug", 1, "error: rank 1: ValueError: this should not happen; traceback in "),
-    ("killed", 75, "error: rank 1 ended with exit code -9 (killed, perhaps for want of memory) without telling why"),
+    ("killed", 75, "error: rank 1 was killed by SIGKILL, most often by the system for want of memory (dmesg tells)\n"
+                   "  remedy: the same command goes on from the newest checkpoint"),
 ])
 def test_a_failure_is_told_once(folder: Path, end: str, status: int, told: str) -> None:
     run = folder / "run"
