@@ -45,7 +45,8 @@ def main(argv: list[str]) -> None:
         print(f"{path}: " + ("no checksums were noted" if count is None else f"all {count} files are as they were "
                              "written"))
         return
-    summary, console = inspect.summarise(path), Console(soft_wrap=True, highlight=False)
+    width = None if sys.stdout.isatty() else 10_000  # in a pipe or a file nothing is cut
+    summary, console = inspect.summarise(path), Console(soft_wrap=True, highlight=False, width=width)
     console.print(f"{path}: {summary.kind}")
     for name, value in summary.facts.items():
         console.print(f"  {name}: {value}", markup=False)
