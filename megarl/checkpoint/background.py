@@ -8,8 +8,9 @@ thread, from copies in host memory.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,38 @@ class Writing:
             written.append(Path(bucket[0]))
         written += more()
         return {path.name: files.digest(path) for path in written}
+
+
+@contextmanager
+def failures_kept() -> Iterator[list[Exception]]:
+    """In here, what rank 0 alone writes between collectives of Megatron-core's does not raise: failures are listed.
+
+    Alone with its failure, it would leave the other ranks waiting in the next collective.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    found: list[Exception] = []
+
+    def keeping(write: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **named: Any) -> None:
+            try:
+                write(*args, **named)
+            except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
+                found.append(error)
+        return call
+
+    writers = [(TorchCommonSaveStrategy, "save_common"), (FileSystemWriterAsync, "finish"),
+               (serialization, "save_config")]
+    before = [(owner, name, vars(owner).get(name)) for owner, name in writers]
+    for owner, name in writers:
+        setattr(owner, name, keeping(getattr(owner, name)))
+    try:
+        yield found
+    finally:
+        for owner, name, own in before:
+            delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
 def use_thread_results() -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from megarl.checkpoint import files
 from megarl.errors import MachineFault, UserMistake
 
+ROOM = "\n  remedy: see that there is room and may be written; the same command goes on from the checkpoint before"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -79,5 +81,5 @@ def together(work: Callable[[], Any], final: Path) -> Any:
     told: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(told, failure)
     if any(told):
-        raise MachineFault(f"the checkpoint {final} could not be written: {next(one for one in told if one)}")
+        raise MachineFault(f"the checkpoint {final} could not be written: {next(one for one in told if one)}{ROOM}")
     return result

@@ -102,8 +102,9 @@ class Checkpoints:
         partial = self._directory / f".partial_{progress.step:08d}"
         by_first(final, lambda: files.begin(self._directory, progress.step))
         state, own = self._state(progress)
-        with _as_fault(final):
+        with _as_fault(final), background.failures_kept() as failures:
             request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, content_metadata=_METADATA)
+        together(lambda: _raise(failures), final)
         self._step = progress.step
         self._writing = (partial, final, background.Writing(request, own, lambda: write_more(partial)))
 
@@ -126,8 +127,9 @@ class Checkpoints:
         (partial, final, writing), self._writing = self._writing, None
         step, self._step = self._step, -1  # until it has succeeded
         sums = together(writing.wait, final)
-        with _as_fault(final):
+        with _as_fault(final), background.failures_kept() as failures:
             writing.conclude()
+        together(lambda: _raise(failures), final)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, sums)
 
@@ -244,6 +246,12 @@ class Checkpoints:
         if refused:
             raise UserMistake(f"the run would go on by other rules: {'; '.join(refused)}", str(path),
                               "change the config back, set checkpoint.allow_changes: true, or give another run.dir")
+
+
+def _raise(failures: list[Exception]) -> None:
+    """The first of them, if there is one."""
+    if failures:
+        raise failures[0]
 
 
 class _as_fault:

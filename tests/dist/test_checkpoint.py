@@ -181,28 +181,34 @@ def _resume(rank: int, folder: str, fused: bool, cases: list[tuple[str, Layout]]
 
 
 def _full_disk(store: Any, progress: Any, rank: int) -> list[str]:
-    """Files of a rank cannot grow: every rank is told, nothing is lost, and there can be another save."""
+    """Files of some ranks cannot grow: every rank is told, nothing is lost, and there can be another save."""
     import resource
     import signal
 
     from megarl.errors import MachineFault
 
-    before = newest(store._directory)
+    before, wrong = newest(store._directory), []
+    files = {path.name: path.read_bytes() for path in before.iterdir()}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    wrong = []
-    try:
-        store.save(progress)
-        store.finish()
-        wrong.append("a save without room succeeded")
-    except MachineFault as fault:
-        if "could not be written" not in str(fault) or "rank 1: OSError: [Errno 27] File too large" not in str(fault):
-            wrong.append(str(fault))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if newest(store._directory) != before:
-        wrong.append(f"newest is {newest(store._directory)}")
+    for full, late in (({1}, False), ({0}, False), ({0, 1}, False), ({0}, True)):  # late: what describes the whole
+        limit = (10 if late else 1000, limits[1]) if rank in full else limits
+        try:
+            if not late:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            store.save(progress)
+            if late:
+                store._writing[2].wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            store.finish()
+            wrong.append(f"a save without room on {full} succeeded")
+        except MachineFault as fault:
+            told = str(fault)
+            if f"{progress.step:08d} could not be written: rank {min(full)}: " not in told or "remedy: " not in told:
+                wrong.append(told)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if newest(store._directory) != before or files != {path.name: path.read_bytes() for path in before.iterdir()}:
+            wrong.append(f"newest is {newest(store._directory)} after {full}")
     store.save(progress)
     if store.finish().name != f"step_{progress.step:08d}":
         wrong.append("the next save failed")
