@@ -21,6 +21,7 @@ from megarl.data.ragged import SampleBatch
 from megarl.data.sample import Group
 from megarl.data.table import SampleTable
 from megarl.errors import MachineFault, UserMistake
+from megarl.objective.advantages import has_signal
 
 _COUNTS = ("prompt_tokens", "samples", "retries", "resumed")
 _FAILED = tuple(f"failed/{reason}" for reason in (  # of requests, `EngineError.reason`
@@ -142,7 +143,8 @@ class ExperienceBuffer:
 
     def _measure(self, collected: Collected) -> dict[str, float]:
         """Metrics of all samples of the step, filtered groups included; collective over the leaders."""
-        parts = [s for group in (*collected.groups, *collected.filtered) for s in group.samples]
+        groups = (*collected.groups, *collected.filtered)
+        parts = [s for group in groups for s in group.samples]
         samples = [s for s in parts if s.part == 0]
         rewards = [s.reward for s in samples if s.reward is not None]
         sums = {name: float(collected.counts.get(name, 0)) for name in (*_COUNTS, *_FAILED, *self._counters)}
@@ -150,7 +152,8 @@ class ExperienceBuffer:
         sums |= {"scored": float(len(rewards)), "unscored": float(len(samples) - len(rewards)),
                  "reward": math.fsum(rewards), "sampled": float(sum(s.sampled_tokens for s in parts)),
                  "cut": float(sum(s.finish == "length" for s in samples)),
-                 "squares": math.fsum(r * r for r in rewards), "filtered": float(len(collected.filtered))}
+                 "squares": math.fsum(r * r for r in rewards), "filtered": float(len(collected.filtered)),
+                 "groups": float(len(groups)), "signal": float(sum(map(has_signal, groups)))}
         for term in self._terms:
             values = [s.reward_terms[term] for s in samples if term in s.reward_terms]
             sums |= {f"term {term}": math.fsum(values), f"count {term}": float(len(values))}
@@ -159,6 +162,7 @@ class ExperienceBuffer:
         mean = total["reward"] / scored
         metrics = {
             "reward/mean": mean, "reward/std": math.sqrt(max(total["squares"] / scored - mean * mean, 0)),
+            "rollout/signal": total["signal"] / max(total["groups"], 1),
             "reward/failed": total["failed"], "reward/unscored": total["unscored"],
             "rollout/response_tokens": total["sampled"] / count, "rollout/truncated": total["cut"] / count,
             "rollout/retries": total["retries"],

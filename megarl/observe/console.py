@@ -43,17 +43,22 @@ def banner(lines: dict[str, str]) -> str:
     return "\n".join(f"{name:>{width}}  {text}" for name, text in rows.items())
 
 
-def step_line(step: int, steps: int, values: dict[str, float]) -> str:
+def step_line(step: int, steps: int, values: dict[str, float], reference: bool) -> str:
     """One line for a finished step: a bar, the numbers to watch, seconds per phase.
 
     Args:
         step: number of the finished step, from 1.
         steps: of the run.
         values: the step's metrics, as written to metrics.jsonl.
+        reference: whether there is a reference model to have a KL to.
     """
     filled = round(12 * step / steps)
     parts = [f"step {step:>{len(str(steps))}}/{steps} {'━' * filled}{'─' * (12 - filled)}"]
-    parts += [f"{label} {pattern.format(values[name])}" for name, label, pattern in _COLUMNS if name in values]
+    for name, label, pattern in _COLUMNS:
+        if name in values and (name != "policy/kl" or reference):
+            parts.append(f"{label} {pattern.format(values[name])}")
+        if name == "optim/grad_norm" and values.get("rollout/signal") == 0:
+            parts.append("no signal")  # in no group do rewards differ
     seconds = [f"{name.removeprefix('seconds/')} {value:.1f}" for name, value in values.items()
                if name.startswith("seconds/") and value >= 0.05]
     return " ".join(parts) + ("  [s: " + " ".join(seconds) + "]" if seconds else "")

@@ -28,10 +28,10 @@ def draw_reward(run_dir: Path) -> Path | None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, points in curves.items():
         held_out = name.startswith("eval/")
-        label = f"held out: {name.split('/')[1]}" if held_out else "training samples"
+        label = f"evaluation: {name.split('/')[1]}" if held_out else "training samples"
         axes.plot(*zip(*points, strict=True), label=label, linewidth=2 if held_out else 1, alpha=1 if held_out else 0.6,
                   marker="o" if held_out else None, markersize=4)
-    axes.set(xlabel="step", ylabel="mean reward of sampled answers", title=run_dir.name)
+    axes.set(xlabel="step", ylabel="mean reward", title=run_dir.name)
     axes.grid(alpha=0.3)
     axes.legend()
     path = run_dir / "reward.png"

@@ -75,7 +75,7 @@ class Reporter:
         if not self._config.observe.progress:
             return
         if step:
-            self.say(step_line(step, self._config.run.steps, values))
+            self.say(step_line(step, self._config.run.steps, values, self._config.objective.kl.coefficient > 0))
         for name, value in values.items():
             if name.startswith("eval/") and name.endswith(("/reward",)) or "/pass@" in name:
                 self.say(f"  {name.removeprefix('eval/')} {value:.3f}")
