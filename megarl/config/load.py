@@ -22,23 +22,29 @@ class Origin:
     Attributes:
         file: name of the YAML file.
         lines: line of each key by its path.
-        overrides: the paths set by overrides.
+        overrides: each override by the path that it set, in their order.
     """
 
     file: str = ""
     lines: Lines = field(default_factory=dict)
-    overrides: frozenset[tuple[str | int, ...]] = frozenset()
+    overrides: dict[tuple[str | int, ...], str] = field(default_factory=dict)
 
     def where(self, path: str | Sequence[str | int]) -> str:
-        """A key for a message: `tiny.yaml:12: parallel.tensor`, or `override: parallel.tensor`."""
+        """A key for a message: `tiny.yaml:12: parallel.tensor`, or `override: parallel.tensor`.
+
+        A section of the file of which overrides set keys has them with it: `tiny.yaml:12 with parallel.tensor=2:
+        parallel`.
+        """
         parts = tuple(_split(path)) if isinstance(path, str) else tuple(path)
         dotted = _dotted(parts)
+        below = ", ".join(text for path, text in self.overrides.items() if path[:len(parts)] == parts)
+        below = f" with {below}" if below else ""
         for end in range(len(parts), 0, -1):
             if parts[:end] in self.overrides:
                 return f"override: {dotted}"
             if parts[:end] in self.lines:
-                return f"{self.file}:{self.lines[parts[:end]]}: {dotted}"
-        return f"{self.file}: {dotted}" if self.file else dotted
+                return f"{self.file}:{self.lines[parts[:end]]}{below}: {dotted}"
+        return f"{self.file}{below}: {dotted}" if self.file else dotted
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -68,8 +74,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origi
     if not isinstance(tree, dict):
         raise UserMistake("must hold keys and values, not a list or a word", name,
                           f"start with the sections {', '.join(Config.model_fields)}")
-    set_paths = frozenset(_override(tree, text) for text in overrides)
-    origin = Origin(name, lines, set_paths)
+    origin = Origin(name, lines, {_override(tree, text): text for text in overrides})
     return build(tree, origin), origin
 
 

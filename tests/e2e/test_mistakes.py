@@ -93,8 +93,9 @@ CHECKED = {  # what `python -m megarl.config check` finds
     "not YAML": Case(["config.yaml:", "not YAML"], spoil=add_line("run: [\n")),
     "no config": Case(["F/config.yaml: cannot be read: No such file or directory"], spoil=remove("config.yaml")),
     "malformed override": Case(["override 'optim.lr': is not key.path=value"], ["optim.lr"]),
-    "degrees do not divide": Case(["parallel: tensor 2 x pipeline 1 x context 2 = 4 does not divide the 6 trainer "
-                                   "ranks"], ["parallel.tensor=2", "parallel.context=2", "cluster.trainers=6"]),
+    "degrees do not divide": Case(["config.yaml:", " with parallel.tensor=2, parallel.context=2: parallel: tensor 2 x "
+                                   "pipeline 1 x context 2 = 4 does not divide the 6 trainer ranks"],
+                                  ["parallel.tensor=2", "parallel.context=2", "cluster.trainers=6"]),
     "more stages than layers": Case(["override: parallel.pipeline: 3 ranks with 1 stage each need 3 layers, the model "
                                      "has 2; use at most 2"], ["parallel.pipeline=3", "cluster.trainers=6",
                                                         "pipeline.schedule=1f1b"]),
