@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megarl.config import debug, engines, environments, files, keys, moe, options, sglang
+from megarl.config import debug, engines, environments, files, keys, moe, options, prompts, sglang
 from megarl.config.layout import Layout, check_model
 from megarl.config.load import Origin, read
 from megarl.config.schema import Config
@@ -222,11 +223,12 @@ def _partitions(config: Config, environ: Mapping[str, str]) -> Iterator[UserMist
 
 def _paths(config: Config) -> Iterator[UserMistake]:
     yield from files.check_run_dir(config.run.dir)
-    prompts = (("data.sources", config.data.sources), ("eval.sets", config.eval.sets))
-    for section, entries in () if config.debug.replay_experience else prompts:
+    named = (("data.sources", config.data.sources), ("eval.sets", config.eval.sets))
+    for section, entries in () if config.debug.replay_experience else named:
         for number, entry in enumerate(entries):
             columns = [column for column in (entry.prompt, entry.label) if column]
-            yield from files.check_prompts(entry.path, columns, f"{section}.{number}")
+            yield from files.check_prompts(entry.path, columns, f"{section}.{number}",
+                                           partial(prompts.check, config, entry))
     objective = _collect([], lambda: _resolved(config))
     in_path, in_weights = files.weights_read(config, objective is None or objective.needs_reference)
     if not Path(config.model.path).is_dir():

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.config.schema import Config
 from megarl.errors import UserMistake
+
+if TYPE_CHECKING:
+    from megarl.data.rows import Rows
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _READ_BYTES = 32 << 20  # about a second of JSON
@@ -110,7 +114,8 @@ def _tensors(path: Path) -> set[str] | None:
     return set(header) if 8 + length + end == size else None
 
 
-def check_prompts(path: str, columns: list[str], key: str) -> Iterator[UserMistake]:
+def check_prompts(path: str, columns: list[str], key: str, look: Callable[[Rows], Iterator[UserMistake]]
+                  ) -> Iterator[UserMistake]:
     """Mistakes in a file of prompts: absent, empty, another format, a bad row, a column missing.
 
     The rows of a large file are left to the loader, which reads it anyway.
@@ -119,13 +124,14 @@ def check_prompts(path: str, columns: list[str], key: str) -> Iterator[UserMista
         path: JSONL or Parquet.
         columns: that every row must have.
         key: dotted key of the section that names the file ("data.sources.0").
+        look: finds mistakes in the rows of a file that is none of these.
     """
     from megarl.data.rows import open_rows  # pure, but above this package
 
     try:
         if Path(path).is_file() and Path(path).stat().st_size > _READ_BYTES:
             return
-        open_rows(path, columns, key)
+        yield from look(open_rows(path, columns, key))
     except UserMistake as mistake:
         yield mistake
 

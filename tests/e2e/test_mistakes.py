@@ -126,6 +126,17 @@ CHECKED = {  # what `python -m megarl.config check` finds
     "longer than the context": Case(["rollout.max_response_tokens: 60 after a prompt of up to 16 tokens",
                                      "more than the model's 64 positions; use at most 48"],
                                     ["rollout.max_response_tokens=60"]),
+    "messages without a template": Case(
+        ["F/train.jsonl line 1: the tokenizer of F/model has no chat template"],
+        spoil=write("train.jsonl", '{"prompt": [{"role": "user", "content": "sort 1 ="}], "label": "b"}\n')),
+    "text without a template": Case(["F/train.jsonl line 1: the tokenizer of F/model has no chat template"],
+                                    ["data.chat_template=always", "eval.every=0", "eval.sets=[]"]),
+    "messages and never a template": Case(
+        ["F/train.jsonl line 1: the prompt is chat messages, but data.chat_template is never"],
+        ["data.chat_template=never"],
+        spoil=write("train.jsonl", '{"prompt": [{"role": "user", "content": "sort 1 ="}], "label": "b"}\n')),
+    "all prompts too long": Case(["F/train.jsonl: all 20 prompts are longer than data.max_prompt_tokens (3); raise it"],
+                                 ["data.max_prompt_tokens=3"]),
     "unknown reward": Case(["reward.terms.0.name: unknown reward function 'exakt'; did you mean exact"],
                            ["reward.terms.0.name=exakt"]),
     "unknown option of a reward": Case(["reward.terms.0.options: reward function 'exact' has no option 'strictly'"],

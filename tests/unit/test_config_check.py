@@ -296,3 +296,26 @@ def test_a_step_that_does_not_come_is_noted(folder: Path) -> None:
     tree = good_tree(folder)
     tree["observe"] = {"trace_steps": [1, 5]}
     assert check(build(tree), environ={}).notes == ["observe.trace_steps: the run has no step 5"]
+
+
+def test_prompts_that_the_run_takes_are_not_refused(tmp_path: Path) -> None:
+    """One that fits among many; half of a character; a template in its own file; a tokenizer that is not read here."""
+    write_files(tmp_path)
+    train, model = tmp_path / "train.jsonl", tmp_path / "model"
+
+    def found(rows: list[Any], limit: int = 3, **data: Any) -> list[str]:
+        train.write_text("".join(json.dumps({"prompt": row, "label": "b"}) + "\n" for row in rows))
+        tree = good_tree(tmp_path)
+        tree["data"] |= {"max_prompt_tokens": limit, **data}
+        return [mistake.line() for mistake in check(build(tree), environ={}).mistakes]
+
+    long = "sort 1 2 3 4 5 6 ="
+    assert found([long] * 2) == [f"{train}: all 2 prompts are longer than data.max_prompt_tokens (3); raise it"]
+    assert found([long] * 2, on_long_prompt="error") == found([long, "sort 1 ="]) == []  # the latter without <bos>
+    assert found([long, "\ud800" * 9]) == found([long] * 1001) == []
+    messages = [[{"role": "user", "content": long}]]
+    assert len(found(messages)) == 1
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert found(messages) == found(["sort 1"], chat_template="always") == []
+    (model / "tokenizer.json").write_text("{}")
+    assert found([long]) == []
