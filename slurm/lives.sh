@@ -152,8 +152,8 @@ plan() { # CONFIG...
     [ "$status" -eq 0 ] || exit "$status" # a mistake, told by the check
     echo "$told"
     run_dir="$(sed -n 's/^run directory: //p' <<<"$told")"
-    trainer_shares="$(sed -n 's/^trainer nodes: //p' <<<"$told")"
-    rollout_shares="$(sed -n 's/^rollout nodes: //p' <<<"$told")"
+    trainer_shares="$(sed -n 's/^ranks of trainer nodes: //p' <<<"$told")"
+    rollout_shares="$(sed -n 's/^ranks of rollout nodes: //p' <<<"$told")"
     IFS=, read -r -a trainer_ranks <<<"$trainer_shares"
     IFS=, read -r -a rollout_ranks <<<"$rollout_shares"
     preflight=ping

@@ -39,8 +39,8 @@ class Division:
 
     def lines(self) -> list[str]:
         """For the batch script."""
-        return [f"trainer nodes: {','.join(map(str, self.trainers))}",
-                f"rollout nodes: {','.join(map(str, self.rollouts))}", f"spare nodes: {self.spares}"]
+        return [f"ranks of trainer nodes: {','.join(map(str, self.trainers))}",
+                f"ranks of rollout nodes: {','.join(map(str, self.rollouts))}", f"spare nodes: {self.spares}"]
 
 
 def divide(config: Config, nodes: int, gpus: int = 0) -> Division:
