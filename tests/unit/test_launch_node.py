@@ -159,7 +159,8 @@ def test_division(made: Config, nodes: int, gpus: int, expected: tuple):
 
 
 def test_division_is_told_to_the_script():
-    assert Division((8, 8), (4,), 1).lines() == ["ranks of trainer nodes: 8,8", "ranks of rollout nodes: 4", "spare nodes: 1"]
+    assert Division((8, 8), (4,), 1).lines() == [
+        "ranks of trainer nodes: 8,8", "ranks of rollout nodes: 4", "spare nodes: 1"]
 
 
 @pytest.mark.parametrize("made, nodes, gpus, told", [
