@@ -43,8 +43,10 @@ class Kill:
     def draw(cls, seed: int) -> Kill:
         """The kill of a seed."""
         chance = random.Random(seed)
-        return cls(chance.choice(VICTIMS), chance.randrange(1, STEPS - 1), chance.choice(PHASES),
-                   chance.choice((0.0, 0.01, 0.05, 0.2)))
+        victim, step, phase = chance.choice(VICTIMS), chance.randrange(1, STEPS - 1), chance.choice(PHASES)
+        if phase == "evaluate":  # of the steps that end in one, see `tree`
+            step = chance.choice((1, 3))
+        return cls(victim, step, phase, chance.choice((0.0, 0.01, 0.05, 0.2)))
 
 
 def tree(folder: Path, run: str, lag: int) -> dict[str, Any]:
