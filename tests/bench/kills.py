@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kill_anywhere as jobs  # noqa: E402
 from kill_anywhere import Kill  # noqa: E402
 
-
 VERDICTS = {True: "ok", False: "FAIL", None: "-"}
 
 
