@@ -165,6 +165,7 @@ def main() -> None:
               f"  memory at most {taken.peak_mb:.0f} MB, grown by {taken.grown_mb:.1f} MB\n"
               f"  from one group to the next, ms: {quantiles(taken.gaps, 1000)}\n"
               f"  from being queued to being there, s: {quantiles(taken.answers)}", flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     draw(found, options.out / "many_requests.svg")
     few, many, _ = found.values()
     unbounded = many.grown_mb > few.grown_mb + 20
