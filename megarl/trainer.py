@@ -26,8 +26,8 @@ from megarl.objective.recipes import Objective
 from megarl.observe.report import Reporter
 from megarl.pipeline import trace
 from megarl.pipeline.trace import Span
+from megarl.rollout import evaluate
 from megarl.rollout.course import Course
-from megarl.rollout.evaluate import evaluate
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generate import Generator
 from megarl.rollout.protocol import format_version
@@ -227,13 +227,14 @@ class Trainer:
             if self.config.observe.rollouts:
                 write_rollouts(self.run_dir, self.progress.step, dist.get_rank(), found, prefix=f"eval_{name}_")
 
-        sampling = self.source.sampling
+        sampling, course = self.source.sampling, self.source.course
         self.settle()
-        if sampling is None:
-            self.meet()
-        else:
-            self.report.add(evaluate(sampling.sets, sampling.generator, self.groups, self.config.run.seed, self.version,
-                                     record, self.meet))
+        if course is None:
+            return
+        mine = course.attend(sampling and (lambda: evaluate.answer(
+            sampling.sets, sampling.generator, self.config.run.seed, self.version, record)), self.meet)
+        if sampling is not None:
+            self.report.add(evaluate.metrics(sampling.sets, mine, self.groups))
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due with so many steps finished; 0 is never."""

@@ -113,11 +113,19 @@ class Meeting:
         Raises:
             torch.distributed.DistError: the control store is gone.
         """
-        self._turn += 1
-        here, begun = self._store.add(str(self._turn), 1), time.monotonic()
-        while here < self._trainers:
+        self.arrive()
+        begun = time.monotonic()
+        while not self.complete():
             time.sleep(min(max((time.monotonic() - begun) / 50, 0.002), 0.25))
-            here = self._store.add(str(self._turn), 0)
+
+    def arrive(self) -> None:
+        """Come, and do not wait."""
+        self._turn += 1
+        self._store.add(str(self._turn), 1)
+
+    def complete(self) -> bool:
+        """Whether all have come to the meeting at which this trainer arrived last."""
+        return self._store.add(str(self._turn), 0) == self._trainers
 
 
 def own_address(towards: str, one_host: bool = True) -> str:

@@ -6,13 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from megarl.cluster.store import Meeting
 from megarl.data.sample import Group
 from megarl.rollout.dispatch import Decision, Dispatcher, Snapshot, wait_for_decision, wait_for_snapshot
 from megarl.rollout.generate import Generator
 from megarl.rollout.ledger import Announcements
+from megarl.sync.background import in_thread
 
 OPEN_POLL_S = 0.005
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -64,6 +69,31 @@ class Course:
                 self.dispatcher.hold(self._alive)
             if not wait_for_decision(self.ear, self._alive).joins:
                 return
+            self.catch_up()
+
+    def attend(self, work: Callable[[], T] | None, meet: Meeting) -> T | None:
+        """Do this trainer's part of something long, in a thread; return its result once all have done theirs.
+
+        Meanwhile engines that come up get the present weights: whoever samples may be waiting for one.
+
+        Raises:
+            whatever `work` does.
+        """
+        pending, arrived = in_thread(work or (lambda: None), "attend"), False
+
+        def alive() -> None:
+            nonlocal arrived
+            self._alive()
+            if pending.done() and not arrived:
+                pending.result()
+                meet.arrive()
+                arrived = True
+
+        while True:
+            if self.dispatcher is not None:
+                self.dispatcher.attend(lambda: arrived and meet.complete(), alive)
+            if not wait_for_decision(self.ear, alive).joins:
+                return pending.result()
             self.catch_up()
 
     def decide(self, step: int) -> Decision:

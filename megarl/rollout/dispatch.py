@@ -138,9 +138,22 @@ class Dispatcher:
         self._watch.observe(-1)
         self._read()
         while any(one.finished is None for one in self._pending.values()):
-            if (request := self._request()) and request.joins:
-                return self._book.announce(asdict(request))
+            if self._due() and self._joined():
+                return self._book.announce(asdict(Decision(joins=True)))
             self._rest(alive)
+        self._book.announce(asdict(Decision()))
+
+    def attend(self, over: Callable[[], bool], alive: Callable[[], None]) -> None:
+        """Announce as soon as it is `over` (an empty Decision), or before that, that engines want the present weights.
+
+        `alive` as in `decide`.
+        """
+        begun = time.monotonic()
+        while not over():
+            if self._due() and self._joined():
+                return self._book.announce(asdict(Decision(joins=True)))
+            alive()
+            time.sleep(min(max((time.monotonic() - begun) / 50, POLL_LEAST_S), POLL_MOST_S))
         self._book.announce(asdict(Decision()))
 
     def decide(self, step: int, alive: Callable[[], None]) -> None:
@@ -186,11 +199,17 @@ class Dispatcher:
         return sorted((*begun, *rest)), self._draws.at(max(self._issued, len(self._draws.unfinished)))
 
     def _request(self) -> Decision | None:
-        """What comes before a take, asked for once a second."""
-        if time.monotonic() - self._asked_at < ASK_S:
+        """What comes before a take."""
+        if not self._due():
             return None
-        self._asked_at = time.monotonic()
         return Decision(stops=True) if self._stops() else Decision(joins=True) if self._joined() else None
+
+    def _due(self) -> bool:
+        """Whether it is time to ask what else there is to do: once a second."""
+        if time.monotonic() - self._asked_at < ASK_S:
+            return False
+        self._asked_at = time.monotonic()
+        return True
 
     def _take(self, numbers: list[int], waited: Counter[str]) -> None:
         for number in numbers:

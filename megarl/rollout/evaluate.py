@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megarl.cluster.groups import Groups, sum_named
 from megarl.config.schema import EvalSetConfig
 from megarl.data.sample import Group, Prompt
 from megarl.rollout.generate import Generator
 
+Sets = Sequence[tuple[str, EvalSetConfig, list[Prompt]]]
 
-def evaluate(sets: list[tuple[str, EvalSetConfig, list[Prompt]]], generator: Generator, groups: Groups,
-             seed: int, version: str, record: Callable[[str, list[Group]], None],
-             meet: Callable[[], None]) -> dict[str, float]:
-    """Metrics of every set, `eval/<set>/...` as `averages` names them.
 
-    Collective over the leaders; the result is the same on all of them.
+def answer(sets: Sets, generator: Generator, seed: int, version: str,
+           record: Callable[[str, list[Group]], None]) -> list[dict[str, float]]:
+    """Have this leader's share of every set answered and scored; the `sums` of each set.
 
     Args:
         sets: name, config, prompts.
-        generator, groups: this leader's.
+        generator: this leader's.
         seed: of the sampling; the same seed samples the same answers from the same weights.
         version: of the weights that are published.
         record: called with each set's name and this leader's groups.
-        meet: waits for the others, however long they take; called once.
     """
-    mine: list[dict[str, float]] = []
+    mine = []
     for name, chosen, prompts in sets:
         collected = generator.generate_eval(prompts, chosen.sampling, seed, version=version)
         record(name, collected.groups)
         mine.append(sums(collected.groups, chosen))
-    meet()
-    metrics: dict[str, float] = {}
+    return mine
+
+
+def metrics(sets: Sets, mine: list[dict[str, float]], groups: Groups) -> dict[str, float]:
+    """Metrics of every set, `eval/<set>/...` as `averages` names them, of what `answer` returned to each leader.
+
+    Collective over the leaders; the result is the same on all of them.
+    """
+    found: dict[str, float] = {}
     for (name, chosen, prompts), part in zip(sets, mine, strict=True):
         total = sum_named(part, groups.leaders)
-        metrics |= {f"eval/{name}/{key}": value for key, value in averages(total, chosen, len(prompts)).items()}
-    return metrics
+        found |= {f"eval/{name}/{key}": value for key, value in averages(total, chosen, len(prompts)).items()}
+    return found
 
 
 def sums(groups: list[Group], chosen: EvalSetConfig) -> dict[str, float]:

@@ -15,7 +15,8 @@ from megarl.data.groups_file import read_groups
 from megarl.data.prompts import shuffled
 from megarl.data.sample import Prompt
 
-KILLS = [Kill("trainer 1", 3, "checkpoint", 0.01), Kill("engine", 2, "publish", 0.0)]
+KILLS = [Kill("trainer 1", 3, "checkpoint", 0.01), Kill("engine", 2, "publish", 0.0),
+         Kill("engine", 3, "evaluate", 0.0)]
 
 
 @pytest.fixture(scope="module")
