@@ -122,12 +122,18 @@ def test_a_stop_by_hand_outlasts_a_failed_launch(submit: Callable[..., Job]) -> 
     assert "no sign of progress for 10 s" in job.told() and job.told().count("starts after step") == 1
 
 
-def test_asked_to_stop_before_the_start(slurm: Cluster, submit: Callable[..., Job]) -> None:
+def test_asked_to_stop_before_the_start(slurm: Cluster, submit: Callable[..., Job], tmp_path: Path) -> None:
     """Slurm sends USR1 soon where the time limit is shorter than --signal's: the script still makes its plan."""
-    job = submit(60, RETRIES="0")
-    job.until(job.output.exists, "it does not begin")
-    time.sleep(0.5)
+    hold = tmp_path / "hold"
+    hold.touch()
+    (tmp_path / "sitecustomize.py").write_text(  # of the plan's Python
+        f"import pathlib, time\nhold = pathlib.Path({str(hold)!r})\nhold.with_name('held').touch()\n"
+        "while hold.exists():\n    time.sleep(0.05)\n")
+    job = submit(60, RETRIES="0", PYTHONPATH=str(tmp_path))
+    job.until((tmp_path / "held").exists, "the plan does not begin")
     slurm.call("scancel", "--batch", "--signal=USR1", job.number)
+    time.sleep(2.0)  # until the node has it
+    hold.unlink()
     assert job.wait(60.0) == ("FAILED", "75:0", "0"), job.told()
     assert "asked to stop before the start (a time limit shorter than --signal asks for?)" in job.told()
 
