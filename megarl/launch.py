@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from megarl.errors import EXIT_FAULT, EXIT_MISTAKE, MachineFault, MegarlError, U
 GRACE_S = 10  # between SIGTERM and SIGKILL of the ranks
 BEAT_S = 5.0  # between this node's signs of life
 LOCK_S = 120.0  # a file server may keep the lock of a node that has lost its power for its lease, mostly 90 s
+NO_ROOM = 1 << 16  # bytes: less than torchrun and the ranks need to say why they failed
 
 
 def torchrun_command(node: Node, logs: Path, arguments: list[str]) -> list[str]:
@@ -127,6 +129,9 @@ def _failure(told_in: Path, logs: Path, node: Node) -> RanksFailed:
     if told.exists():
         cause = json.loads(told.read_text())
         message, status = f"rank {cause['rank']}: {cause['message']}", cause["status"]
+    elif shutil.disk_usage(told_in).free < NO_ROOM:
+        message, status = (f"no room is left in {told_in}: what failed could not be written down there\n"
+                           "  remedy: make room; the same command goes on from the newest checkpoint"), EXIT_FAULT
     else:
         text = (logs / "torchrun.log").read_text(errors="replace")
         first = re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", text, re.DOTALL)

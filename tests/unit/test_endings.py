@@ -43,6 +43,17 @@ def test_the_end_of_a_rank_that_told_nothing(tmp_path: Path, code: int, told: st
     assert str(failed) == f"{told}\n  logs: {tmp_path}" and failed.status == 75
 
 
+def test_the_end_of_a_run_whose_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also with an empty log: nothing could be written to it."""
+    (tmp_path / "torchrun.log").touch()
+    monkeypatch.setattr("megarl.launch.shutil.disk_usage", lambda path: SimpleNamespace(free=4096))
+    failed = _failure(tmp_path, tmp_path, SimpleNamespace(rank=0))
+    assert str(failed) == (
+        f"no room is left in {tmp_path}: what failed could not be written down there\n"
+        f"  remedy: make room; the same command goes on from the newest checkpoint\n  logs: {tmp_path}")
+    assert failed.status == 75
+
+
 def taken(monkeypatch: pytest.MonkeyPatch, problems: str) -> str:
     """What is told of the first step if it has no sample."""
     monkeypatch.setattr(dist, "broadcast_object_list", lambda told, **_: None)
