@@ -55,11 +55,36 @@ class Setting:
         Args:
             lengths_gn: as for `simulate`; whole steps of them.
         """
-        steps = lengths_gn[:len(lengths_gn) // self.groups * self.groups].reshape(-1, self.groups * lengths_gn.shape[1])
-        work = steps.sum(1) * self.token_s / self.slots
-        latency = float(np.maximum(steps.max(1) * self.token_s, work).mean())
-        fresh = (latency + self.train_s) / (self.max_lag + 1)
-        return 3600 / (max(float(work.mean()), self.train_s, fresh) + self.publish_s)
+        steps_sn = self._by_step(lengths_gn)
+        latency = np.maximum(steps_sn.max(1), steps_sn.sum(1) / self.slots).mean()
+        return self._rate(steps_sn, float(latency))
+
+    def blind_bound(self, lengths_gn: np.ndarray) -> float:
+        """The same of orders that do not know how long a sample will be, and drop none.
+
+        A step's groups are then issued in a random order, and what holds them all is the time that free slots take
+        from the first issued to the last done.
+        """
+        steps_sn = self._by_step(lengths_gn)
+        return self._rate(steps_sn, float(np.mean([_makespan(lengths_n, self.slots) for lengths_n in steps_sn])))
+
+    def _by_step(self, lengths_gn: np.ndarray) -> np.ndarray:
+        whole = len(lengths_gn) // self.groups * self.groups
+        return lengths_gn[:whole].reshape(-1, self.groups * lengths_gn.shape[1])
+
+    def _rate(self, steps_sn: np.ndarray, latency: float) -> float:
+        """Steps per hour, if the groups of a step take `latency` tokens' time from being issued to being done."""
+        work = float(steps_sn.sum(1).mean()) / self.slots * self.token_s
+        fresh = (latency * self.token_s + self.train_s) / (self.max_lag + 1)
+        return 3600 / (max(work, self.train_s, fresh) + self.publish_s)
+
+
+def _makespan(lengths_n: np.ndarray, slots: int) -> int:
+    """When the last sample is done if each in turn gets the slot that is free first."""
+    free = [0] * slots
+    for length in lengths_n.tolist():
+        heapq.heapreplace(free, free[0] + length)
+    return max(free)
 
 
 @dataclass

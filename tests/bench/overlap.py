@@ -6,8 +6,9 @@ Lengths: generated_tokens of azure_conv (tests/bench/data; mean 211, at most 1,0
 token takes 20 ms in its slot. `rollout:train` is the time to sample a step's tokens with every slot busy over the time
 to train them; publishing takes 2 % of the former.
 
-Columns: steps per hour and over those at max_lag 0; the bound that no order of work beats (`Setting.bound`) and the
-share of it that is reached; the fraction of slots that are busy; the mean lag of groups; Kolmogorov-Smirnov distance of
+Columns: steps per hour and over those at max_lag 0; the bound that no order of work beats (`Setting.bound`), that of
+orders that do not know lengths beforehand and drop nothing (blind: `Setting.blind_bound`), and the shares of them that
+are reached; the fraction of slots that are busy; the mean lag of groups; Kolmogorov-Smirnov distance of
 the lengths that were trained on to those that were issued, the largest of all moments (after each step, from the tenth
 on); groups dropped; and of the longest hundredth of all samples the share that was trained on. The last rows are what
 megarl does not do: a step takes what finished first, and what became too old is dropped.
@@ -69,8 +70,9 @@ def line(name: str, seen: Overlap, lengths_gn: np.ndarray, base: float) -> str:
     """One line of the table."""
     rate, setting = seen.steps_per_hour(SKIP), seen.setting
     inner = lengths_gn[setting.groups * SKIP:setting.groups * (setting.steps - SKIP)]
-    bound = setting.bound(inner)
+    bound, blind = setting.bound(inner), setting.blind_bound(inner)
     return (f"| {name} | {rate:.1f} | {rate / base:.2f} | {bound:.1f} | {100 * rate / bound:.0f} % | "
+            f"{blind:.1f} | {100 * rate / blind:.0f} % | "
             f"{100 * busy_share(seen):.0f} % | {np.mean(list(seen.lag.values())):.2f} | "
             f"{worst_distance(seen, lengths_gn):.4f} | {len(seen.dropped)} | "
             f"{100 * long_share(seen, lengths_gn):.0f} % |")
@@ -127,9 +129,9 @@ def main() -> None:
     sampling = lengths.sum() / options.steps * TOKEN_S / options.slots
     print(f"{options.groups} prompts x {options.samples} samples a step, {options.slots} slots, {options.steps} steps; "
           f"sampling a step takes {sampling:.1f} s with every slot busy\n")
-    print("| rollout:train, max_lag | steps/h | over lag 0 | bound | reached | busy | mean lag | KS | dropped | long "
-          "ones trained |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| rollout:train, max_lag | steps/h | over lag 0 | bound | reached | blind | reached | busy | mean lag | "
+          "KS | dropped | long ones trained |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     drawn: list[tuple[str, Overlap]] = []
     for ratio in (4, 1):
         def run(lag: int, ahead: float | None = None, rule=choose, ratio: int = ratio) -> Overlap:

@@ -71,6 +71,19 @@ def test_bound_of_freshness():
     assert simulate(one, lengths).steps_per_hour(5) == pytest.approx(one.bound(lengths))
 
 
+def test_bound_of_those_who_do_not_know_lengths():
+    """Two slots, a step's samples of 1, 1, 4 and 2 tokens in this order: the third begins at 1 and ends at 5, although
+    all of it would fit into 4. Without lag, what is issued when a step begins keeps exactly this time.
+    """
+    one = Setting(2, 0.5, 2, 3.0, 0.25, 0, 40)
+    lengths = np.tile([[1, 1], [4, 2]], (40, 1))
+    assert one.bound(lengths) == pytest.approx(3600 / (4 * 0.5 + 3 + 0.25))
+    assert one.blind_bound(lengths) == pytest.approx(3600 / (5 * 0.5 + 3 + 0.25))
+    assert simulate(one, lengths).steps_per_hour(5) == pytest.approx(one.blind_bound(lengths))
+    lagging = Setting(2, 0.5, 2, 3.0, 0.25, 1, 40)
+    assert lagging.blind_bound(lengths) == pytest.approx(3600 / (max(4 * 0.5, 3, (5 * 0.5 + 3) / 2) + 0.25))
+
+
 def test_another_rule_drops_what_became_too_old():
     """First come, first trained: the long group of each pair is never among them."""
     def first(pending, need, step, max_lag):
