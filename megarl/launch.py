@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
@@ -31,6 +29,7 @@ from types import FrameType
 from typing import IO
 
 from megarl import versions
+from megarl.cluster.lock import lock
 from megarl.cluster.nodes import Node, divide
 from megarl.config.check import load_checked
 from megarl.errors import EXIT_FAULT, EXIT_MISTAKE, MachineFault, MegarlError, UserMistake, run_main
@@ -164,7 +163,8 @@ def _lock(run_dir: Path, patience_s: float) -> IO[str]:
     file, begun = (run_dir / ".lock").open("w"), time.monotonic()
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock(file):
+                print(f"note: the file system of {run_dir} has no locks: nothing keeps another run away", flush=True)
             return file
         except BlockingIOError:
             if not patience_s:
@@ -173,11 +173,6 @@ def _lock(run_dir: Path, patience_s: float) -> IO[str]:
             if time.monotonic() - begun > patience_s:
                 raise MachineFault(f"another run is using {run_dir} after {patience_s:.0f} s") from None
             time.sleep(1.0)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):  # Lustre can be mounted without locks
-                raise
-            print(f"note: the file system of {run_dir} has no locks: nothing keeps another run away", flush=True)
-            return file
 
 
 def _run(command: list[str], environment: dict[str, str], logs: Path, lock: IO[str] | None,

@@ -6,8 +6,6 @@ and forgotten. The new directory appears under its name when all of it is on the
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from megarl.checkpoint.megatron_dir import (
 from megarl.checkpoint.safetensors_dir import SafetensorsDir, carry_over, has_weights
 from megarl.checkpoint.streams import Box, Slot
 from megarl.checkpoint.team import Team, shared_out
+from megarl.cluster.lock import lock
 from megarl.errors import MachineFault, UserMistake
 from megarl.model.families import tables
 from megarl.model.families.tables import Entry
@@ -302,7 +301,9 @@ def _appearing(target: Path, team: Team) -> Iterator[Path]:
                               "name a directory in it")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            held.append(_held(partial.with_suffix(".lock")))
+            file = partial.with_suffix(".lock").open("w")
+            lock(file)  # two conversions would write into each other's files
+            held.append(file)
             shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
             partial.mkdir()
         except BlockingIOError:
@@ -329,21 +330,6 @@ def _appearing(target: Path, team: Team) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
             Path(held[0].name).unlink(missing_ok=True)
             held[0].close()
-
-
-def _held(path: Path) -> IO[str]:
-    """A lock, until it is closed or its process is gone: two conversions would write into each other's files.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
-            raise
-    return file
 
 
 def _told(work: Callable[[], Any]) -> Any:

@@ -65,7 +65,7 @@ class Collected:
         filtered: this leader's groups that `keep` turned away (dynamic sampling) since the last take, by position.
         reports: what `score` returned since the last take, one per group, in no order.
         counts: this leader's additive counters since the last take: groups, samples, prompt_tokens, cached_tokens,
-            response_tokens, truncated, dropped, retries, resumed, request_seconds, failed/<reason>, engine/<id> (groups
+            response_tokens, dropped, retries, resumed, request_seconds, failed/<reason>, engine/<id> (groups
             it answered).
     """
 

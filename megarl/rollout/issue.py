@@ -261,7 +261,6 @@ class Issuer:
         counts["prompt_tokens"] += len(prompt.token_ids) * len(samples)
         counts["cached_tokens"] += sum(done.cached_tokens for done in completions)
         counts["response_tokens"] += int(np.sum([len(done.response_ids) for done in completions]))
-        counts["truncated"] += sum(done.finish == "length" for done in completions)
         return Group(prompt, samples)
 
 

@@ -200,7 +200,6 @@ class Environments:
             counts["prompt_tokens"] += episode.prompt_tokens
             counts["cached_tokens"] += episode.cached_tokens
             counts["response_tokens"] += sampled
-            counts["truncated"] += bool(one.samples) and episode.cut
             counts[f"{prefix}/episodes"] += 1
             counts[f"{prefix}/attempts"] += one.attempts
             counts[f"{prefix}/turns"] += len(episode.turns)
